@@ -77,8 +77,8 @@ class Validation:
         if course.scale < before.scale:
             times = before.stale + 1
             self._tell(
-                f"validation {self._judge.best_by} was not better than {course.best:.6g}, {times} times in a row: both "
-                f"learning rates fall to {course.scale:.3g} of what is configured (train.plateau_patience)"
+                f"validation {self._judge.best_by} was not better than {course.best:.6g} the last {times} time(s): "
+                f"both learning rates fall to {course.scale:.3g} of what is configured (train.plateau_patience)"
             )
         return True
 

@@ -79,7 +79,7 @@ def test_a_model_that_overfits_is_stopped_and_the_result_says_why_and_when(stopp
     assert validation.best_samples == rows * (validation.validations - 4)
     assert validation.stopped is not None
     assert "validation logloss was not better than" in validation.stopped
-    assert "4 times in a row (train.patience)" in validation.stopped
+    assert "the last 4 time(s) (train.patience)" in validation.stopped
     assert read_result(out).validation == validation
     assert any(told.startswith("training ends early, after") for told in decided(out))
 

@@ -36,7 +36,7 @@ def test_patience_counts_validations_that_are_not_better_by_more_than_the_delta(
     courses = course_of(judge, [0.5, 0.7, 0.75, 0.79, 0.71])
     assert [judge.is_over(course) for course in courses] == [False] * 4 + [True]
     assert judge.why_over(courses[-1]) == (
-        "validation auc was not better than 0.7 (20 samples), 3 times in a row (train.patience)"
+        "validation auc was not better than 0.7 (20 samples) the last 3 time(s) (train.patience)"
     )
     assert not Judge("auc").is_over(courses[-1])
 

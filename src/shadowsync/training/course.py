@@ -93,6 +93,6 @@ class Judge:
     def why_over(self, course: Course) -> str:
         """The reason, as a sentence."""
         return (
-            f"validation {self.best_by} was not better than {course.best:.6g} ({course.best_samples:,} samples), "
-            f"{course.stale} times in a row (train.patience)"
+            f"validation {self.best_by} was not better than {course.best:.6g} ({course.best_samples:,} samples) "
+            f"the last {course.stale} time(s) (train.patience)"
         )

@@ -79,6 +79,9 @@ def test_what_folders_are_called_decides_the_type(tmp_path: Path) -> None:
     taken = [table.take(0, 1)[0]["kind"].to_list() for table in source.tables]
     assert taken == [["3"], [None], ["a/b"]]
     assert source.read(source.slices(9)[1]).ids.values.tolist() == [0]
+    only = opened(tmp_path, dense=["price"], categorical=["kind"], rows=None, hash_size=1000, partitions={"kind": 3})
+    assert only.tables[0].types["kind"] == pl.String(), "of all folders, not of those that are left"
+    assert only.read(only.slices(9)[0]).ids.values.tolist() == source.read(source.slices(9)[0]).ids.values.tolist()
 
 
 def test_a_column_of_the_file_goes_before_one_of_the_folder(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pyarrow.parquet
 
 from shadowsync.data.files import PANIC, File, Problem, reading
 from shadowsync.data.source import PART, digest
-from shadowsync.data.tables import TableFile, TableSource, in_folders
+from shadowsync.data.tables import Found, TableFile, TableSource
 from shadowsync.errors import DataError, SaveError
 
 _TAIL = 1 << 20  # bytes fetched with the footer: most footers fit, and small files as a whole
@@ -46,8 +46,8 @@ class Parquet(TableSource):
     name: ClassVar[str] = "parquet"
     endings: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def opened(self, files: Sequence[File]) -> tuple[Self, Sequence[TableFile]]:
-        return self, [ParquetFile(file, self.names(), folders) for file, folders in in_folders(files)]
+    def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
+        return self, [ParquetFile(file, self.names(), folders) for file, folders in files]
 
 
 class ParquetFile(TableFile):

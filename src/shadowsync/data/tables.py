@@ -23,6 +23,9 @@ from shadowsync.errors import DataError
 PIECE = 1 << 17
 """Rows of a piece of the data that is looked at before training."""
 
+Found = tuple[File, Mapping[str, pl.Series]]
+"""A file, and one value of each column that is in the names of its folders."""
+
 
 class TableFile(ABC):
     """A file of named columns, of which `columns` are read; from several threads at once, in any order.
@@ -111,8 +114,9 @@ class TableSource(TableOptions, FileOptions, Source):
         else:
             return None
         files = resolve(key, paths, self.endings)
-        files = wanted_files("data.partitions" if split == "train" else "data.test_partitions", files, wanted)
-        source, tables = self.opened(files)
+        kept = {*wanted_files("data.partitions" if split == "train" else "data.test_partitions", files, wanted)}
+        # of all files, so that it does not depend on the choice what a folder's name is taken for
+        source, tables = self.opened([found for found in in_folders(files) if found[0] in kept])
         return OpenTable(source, tables, on_bad_row)
 
     @property
@@ -125,7 +129,7 @@ class TableSource(TableOptions, FileOptions, Source):
         return replace(super().at(path), partitions={}, test_partitions={})
 
     @abstractmethod
-    def opened(self, files: Sequence[File]) -> tuple[Self, Sequence[TableFile]]:
+    def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
         """The opened files, and the source with those options that were left open and that the files decided."""
 
 
@@ -235,9 +239,8 @@ class Columns:
         return frame.select(list(self.types))
 
 
-def in_folders(files: Iterable[File]) -> list[tuple[File, Mapping[str, pl.Series]]]:
+def in_folders(files: Sequence[File]) -> list[Found]:
     """Each file with the values of the columns that its folders are named after, one of each."""
-    files = tuple(files)
     columns = folder_columns(files)
     return [
         (file, {name: columns[name].slice(number, 1) for name, _ in file.partitions})

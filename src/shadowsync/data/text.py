@@ -13,9 +13,9 @@ import polars as pl
 from pydantic import Field
 
 from shadowsync.data.columns import Buckets, Ids
-from shadowsync.data.files import PANIC, File, Lines, Problem, open_lines
+from shadowsync.data.files import PANIC, Lines, Problem, open_lines
 from shadowsync.data.fitting import told_apart
-from shadowsync.data.tables import TableFile, TableSource, in_folders
+from shadowsync.data.tables import Found, TableFile, TableSource
 from shadowsync.errors import DataError
 
 Type = Literal["Boolean", "Int64", "UInt64", "Float64", "String", "Null"]
@@ -171,8 +171,8 @@ class TextSource(TableSource):
     def text_file(self, text: Text, folders: Mapping[str, pl.Series], kinds: Mapping[str, pl.DataType]) -> TextFile:
         """A file of the format."""
 
-    def opened(self, files: Sequence[File]) -> tuple[Self, Sequence[TableFile]]:
-        found = [(self.text(open_lines(file)), folders) for file, folders in in_folders(files)]
+    def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
+        found = [(self.text(open_lines(file)), folders) for file, folders in files]
         looked = self.look(found[0][0])
         types: dict[str, Any] = {name: str(kind) for name, kind in looked.items() if str(kind) in _KINDS}
         known = replace(self, types={**types, **self.types})

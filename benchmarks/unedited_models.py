@@ -50,6 +50,8 @@ DENSE, FEATURES, ROWS, DIM, BATCH, STEPS, TIMED = 13, 26, 20_000, 16, 1024, 200,
 NAMES = [f"c{number}" for number in range(1, FEATURES + 1)]
 DENSE_NAMES = [f"i{number}" for number in range(1, DENSE + 1)]
 LR = {"dense": 0.02, "rows": 0.5}
+ANSWER = "answer: "
+"""Stands before it, because libraries print, too."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,9 @@ def largest_difference(name: str) -> tuple[float, float]:
 def apart(*arguments: str) -> Any:
     """This script's answer to `--one`, from a process of its own."""
     done = subprocess.run([sys.executable, __file__, "--one", *arguments], capture_output=True, text=True, check=False)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1]
+    return json.loads(next(line.removeprefix(ANSWER) for line in done.stdout.splitlines() if line.startswith(ANSWER)))
 
 
 def one(name: str, what: str) -> Any:
@@ -300,7 +304,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(*arguments.one)))
+        print(ANSWER + json.dumps(one(*arguments.one)))
         return
     found = [measured(name, arguments.rounds) for name in arguments.models]
     head = ["model", "lines", "largest difference", "last loss", "examples/s", "plain torch", "ratio", "written"]

@@ -1,5 +1,6 @@
 """Columns of a batch under their names, in the forms in which modules are called with them."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -95,8 +96,8 @@ def test_the_double_of_a_keyed_tensor_is_asked_of_torchrec(monkeypatch: pytest.M
 
     module = type("module", (), {"KeyedJaggedTensor": Keyed})
     for name in ("torchrec", "torchrec.sparse"):
-        monkeypatch.setitem(__import__("sys").modules, name, type("package", (), {"__path__": []}))
-    monkeypatch.setitem(__import__("sys").modules, "torchrec.sparse.jagged_tensor", module)
+        monkeypatch.setitem(sys.modules, name, type("package", (), {"__path__": []}))
+    monkeypatch.setitem(sys.modules, "torchrec.sparse.jagged_tensor", module)
     found = binding(TakesKeyed(), None, SCHEMA)(TakesKeyed(), batch_of([[3, 4], []]))
     assert isinstance(found, Keyed)
     ((keys, values, weights, named),) = made
@@ -112,7 +113,7 @@ def test_the_double_of_a_keyed_tensor_is_asked_of_torchrec(monkeypatch: pytest.M
         (lambda own: own["prise"], ("there is no column prise", "did you mean price?")),
         (lambda own: own.padded("price"), ("price",)),
     ],
-    ids=str,
+    ids=["no such column", "two columns", "a function's column", "a dense one to pad"],
 )
 def test_what_is_no_column_is_one_sentence(given: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:

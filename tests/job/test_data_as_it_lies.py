@@ -255,3 +255,15 @@ def test_other_rows_of_as_many_are_refused_when_a_run_is_resumed(tmp_path: Path)
     flipped = TRAINING.with_columns(1 - pl.col("clicked"))
     job = Job(config(epochs=2), data=flipped, resume=tmp_path / "a", out=tmp_path / "b")
     fails(job.run, CheckpointError, "was trained on other data")
+
+
+def test_roles_in_other_processes_read_what_the_driver_found_out(tmp_path: Path) -> None:
+    TRAINING.write_csv(tmp_path / "train.csv")
+    apart = {"cluster": {"runtime": "processes"}, "sync": {"method": "easgd"}}
+    for name, settings, given in (
+        ("text", config(path=f"{tmp_path}/train.csv"), {}),
+        ("memory", config(), {"data": iter([TRAINING])}),
+    ):
+        two = {**settings, **apart, "train": {**settings["train"], "trainers": 2}}
+        result = Job(two, out=tmp_path / name, test_data=TESTING if given else None, **given).run()
+        assert result.data.trained_samples == TRAIN

@@ -29,8 +29,8 @@ from shadowsync.data.tables import Columns, OpenTable, TableSource
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Rows, Shard, widths
-from shadowsync.errors import ConfigError, DataError
+from shadowsync.embedding.table import Rows, Shard, Table, widths
+from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.metrics.quality import TestMetrics, evaluate_scores
 from shadowsync.metrics.units import UnitActivity
@@ -128,6 +128,7 @@ class Trained:
         self.server = EmbeddingServer(shards, self.choices.storage, row_optimizer(self.config.embedding), None)
         _restore_rows(self.server, saved)
         self._given = planned(model, self.choices, self.schema)
+        _check_tables(self._given, self.tables)
         module = make_module(self.config, self.choices, self.schema, self.tables, self._given)
         replica = Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
         restore_final(saved, replica)
@@ -258,6 +259,18 @@ class Trained:
             return held.tensors["weight"][start:stop]
         assert isinstance(self._given, Wrapped)
         return self._given.initial[table][start:stop]
+
+
+def _check_tables(model: nn.Module | None, tables: Sequence[Table]) -> None:
+    """Raises `CheckpointError` if a wrapped module has tables of another form than the checkpoint."""
+    own = model.tables if isinstance(model, Wrapped) else {}
+    for table in tables:
+        here, there = own.get(table.name), (table.rows, table.dim)
+        if here is not None and here != there:
+            raise CheckpointError(
+                f"table {table.name} is {list(there)} in the checkpoint and {list(here)} in this model: give the model "
+                "that the checkpoint was trained with"
+            )
 
 
 def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:

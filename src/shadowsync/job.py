@@ -18,7 +18,7 @@ from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
 from shadowsync.assembly import codec_remarks, prefetch
 from shadowsync.checkpoint.format import plain_name
-from shadowsync.checkpoint.job_state import column_difference, job_state, match_data, restore_final
+from shadowsync.checkpoint.job_state import column_difference, course_of, job_state, match_data, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore, as_whole
@@ -277,6 +277,7 @@ class _Run:
         if self.saved is not None:
             self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
             _check_split(self.saved, self.config)
+            _check_measure(self.saved, self.config)
         self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
         train, valid, test = open_sources(self.config, self.choices)
         self.config, self.choices = _settled(self.config, self.choices, whole(train))
@@ -735,6 +736,16 @@ def _check_split(saved: LoadedCheckpoint, config: Config) -> None:
             raise ConfigError(
                 f"data.{part}={now}: {saved.name} was trained with {was}, which decides what is left to train"
             )
+
+
+def _check_measure(saved: LoadedCheckpoint, config: Config) -> None:
+    """Raises `ConfigError` if validations would be compared by another measure than the best one so far."""
+    was, now = parse(saved.config).train.best_by, config.train.best_by
+    if config.data.valid is not None and was != now and course_of(saved).best is not None:
+        raise ConfigError(
+            f"train.best_by={now}: {saved.name} knows its best validation by {was}, which cannot be compared: leave it "
+            "as it was"
+        )
 
 
 def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], out: Path | None) -> Config:

@@ -260,6 +260,12 @@ def test_another_split_is_refused_on_resume(tmp_path: Path) -> None:
         fails(lambda config=other: train_counted(config, out, resume=out), ConfigError, "data.valid=", said)
 
 
+def test_another_measure_is_refused_on_resume(stopped: tuple[Path, Path, Result]) -> None:
+    data, out, _ = stopped
+    config = overfitting(data, train={"batch_size": 8, "lr": 0.05, "best_by": "auc", "patience": 6})
+    fails(lambda: Job(config, out=out, resume=out).run(), ConfigError, "train.best_by=auc", "by logloss")
+
+
 @pytest.mark.parametrize(
     ("train", "part"),
     [

@@ -208,13 +208,21 @@ def test_what_does_not_fit_the_rows_is_one_sentence(name: str) -> None:
         ({"output": "logit"}, ("output='logit'", "did you mean logits?")),
         ({"rows": {"tables.b": torch.zeros(9, 2)}}, ("no table tables.b", "did you mean tables.a?")),
         ({"rows": {"tables.a": torch.zeros(9, 3)}}, ("tables.a", "[9, 3]", "[9, 2]")),
+        ({"rows": {"tables.a": "rows.npy"}}, ("tables.a", "no array of numbers")),
+        ({"rows": [torch.zeros(9, 2)]}, ("rows is no mapping",)),
+        ({"inputs": "user"}, ("inputs='user'", "a function of a batch")),
     ],
-    ids=["output", "table", "form"],
+    ids=["output", "table", "form", "text", "list", "inputs"],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         wrap(only(nn.Embedding(9, 2)), **options)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_what_is_wrapped_already_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is wrapped already"):
+        wrap(wrap(only(nn.Embedding(9, 2))))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +237,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], parts: tup
         (lambda p: p, {"key": "b"}, "returns Tensor and no b"),
         (lambda p: (p, p), {}, "returns tuple"),
         (lambda p: p, {"output": "probability"}, -1.0986123),
+        (lambda p: p * 5, {"output": "probability"}, "returns 1.25 to 1.25 where probabilities are expected"),
         (lambda p: p * 0 + 1, {"output": "probability"}, 16.635532),
     ],
 )

@@ -410,7 +410,14 @@ class Wrapped(nn.Module):
         if self.output == "logits":
             return self._chosen(self._bind()(model, inputs))
         with torch.autocast(dense.device.type, enabled=False):  # a probability in bf16 is none of 1 per mille
-            return torch.logit(self._chosen(self._bind()(model, inputs)).float().clamp(_LEAST, _MOST))
+            found = self._chosen(self._bind()(model, inputs)).float()
+            if not torch.compiler.is_exporting() and bool(((found < 0) | (found > 1)).any()):
+                raise ConfigError(
+                    f"the model {type(self.model).__name__} returns {found.min():.3g} to {found.max():.3g} where "
+                    'probabilities are expected: leave output="probability" out of shadowsync.wrap(model, …) if these '
+                    "are logits"
+                )
+            return torch.logit(found.clamp(_LEAST, _MOST))
 
     def _answers(self, embeddings: Pooled) -> list[Tensor]:
         """Of each site its vectors, in the order of the sites: pooled `[B, D]`, or a row for each id.
@@ -497,6 +504,15 @@ def wrap(
             "allowed: logits, probability"
         )
     check_module(model)
+    if any(isinstance(child, Wrapped) for child in model.modules()):
+        raise ConfigError("wrap: the model is wrapped already: give the module as it was before")
+    if not (inputs is None or callable(inputs) or isinstance(inputs, Mapping)):
+        raise ConfigError(
+            f"wrap: inputs={inputs!r} says nothing about the arguments: give a function of a batch, or a mapping from "
+            "parameters of forward to columns"
+        )
+    if not isinstance(rows or {}, Mapping):
+        raise ConfigError('wrap: rows is no mapping: give arrays by the paths of their embeddings, as {"user": array}')
     found = _found(model)
     owners: dict[int, str] = {}  # the table of each weight
     for path, child in found.items():
@@ -564,7 +580,11 @@ def _refuse_ties(model: nn.Module, found: Mapping[str, Any]) -> None:
 def _given_rows(name: str, given: Any, tables: Mapping[str, tuple[int, int]]) -> Tensor:
     if name not in tables:
         raise ConfigError(f"wrap: rows has no table {name}{nearest(name, tables)}; there are {', '.join(tables)}")
-    found = torch.tensor(given, dtype=torch.float32) if not isinstance(given, Tensor) else given.detach().float().cpu()
+    try:
+        found = torch.as_tensor(given).detach().to("cpu", torch.float32, copy=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"wrap: rows of {name} are no array of numbers ({reason}): give one [rows, D]") from error
     if tuple(found.shape) != tables[name]:
         raise ConfigError(f"wrap: rows of {name} are {list(found.shape)}, and the table is {list(tables[name])}")
     return found

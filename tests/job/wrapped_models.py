@@ -51,6 +51,7 @@ def clicks_settings(path: Path, test_path: Path | None = None, **sections: Mappi
             "categorical": ["user", "item", "recent"],
             "rows": ROWS,
             "slice_rows": 32,
+            "standardise": False,
         },
         "embedding": {"servers": 1, "storage": "torch", "optimizer": "sgd", "lr": 0.5},
         "train": {

@@ -83,6 +83,8 @@ class SplitConfig(Section):
     @pydantic.field_validator("start", mode="before")
     @classmethod
     def _as_text(cls, given: Any) -> Any:
+        if isinstance(given, bool):
+            raise ValueError("it is a number, a date or text, not true or false")
         return given.isoformat() if isinstance(given, datetime.date) else given
 
     @pydantic.model_validator(mode="after")

@@ -270,6 +270,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two ways": ({"valid": {"last": 5, "fraction": 0.1}}, "give one of .*, not fraction and last"),
     "unknown key": ({"valid": {"fractoin": 0.1}}, r"data\.valid\.fractoin: .*did you mean fraction\?.*from"),
     "from alone": ({"valid": {"from": 5}}, "from needs column"),
+    "from true": ({"valid": {"column": "user", "from": True}}, "from=True: it is a number, a date or text"),
     "column alone": ({"valid": {"column": "user"}}, "give one of"),
     "column beside last": ({"valid": {"column": "user", "last": 5}}, "column has no effect beside last"),
     "seed alone": ({"valid": {"last": 5, "seed": 1}}, "seed has no effect without fraction"),

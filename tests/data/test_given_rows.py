@@ -179,6 +179,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "text": ([{"a": "xyz"}], "data, batch 1: .*the column 'a' is a str"),
     "a cube": ([{"a": torch.zeros(2, 2, 2)}], "data, batch 1: .*the column 'a' is of 3 dimensions"),
     "mixed": ([{"a": [1, "x"]}], "data, batch 1: cannot be read: "),
+    "complex numbers": ({"a": np.zeros(3, complex)}, "data: batch 1 holds Object in the column 'a': give numbers"),
+    "numbers of more bits": ({"a": [2**70, 1]}, "data: batch 1 holds Int128 in the column 'a': give numbers"),
     "pairs": ([([1], [0])], "data: its batch 1 is a tuple, each must be a polars, pandas"),
     "its own error": (fails_after(3, KeyError("user")), "data: cannot be read: 'user'"),
     "its own file": (fails_after(50, FileNotFoundError("x.bin")), r"data: x\.bin"),

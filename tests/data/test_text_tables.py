@@ -161,6 +161,18 @@ def test_columns_may_stand_in_another_order_in_each_file(tmp_path: Path, expecte
     assert same(type(expected).join(batches), expected)
 
 
+def test_a_file_may_begin_with_a_mark_and_end_in_capitals(tmp_path: Path, expected: Any) -> None:
+    begun = text(tmp_path, "rows.JSONL", b"\xef\xbb\xbf" + jsonl_of(FRAME))
+    assert same(whole(opened(Jsonl, begun)), expected)
+    tabs = text(tmp_path, "rows.TSV", csv_of(FRAME, separator="\t"))
+    assert same(whole(opened(Csv, tabs, lists=LISTS)), expected)
+
+
+def test_lists_of_no_column_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.lists names 'tagz', .*rows\.csv does not have, did you mean tags"):
+        opened(Csv, text(tmp_path, "rows.csv", csv_of(FRAME)), lists={**LISTS, "tagz": ";"})
+
+
 def test_quotes_may_mean_nothing(tmp_path: Path) -> None:
     path = text(tmp_path, "rows.csv", b'label,word\n0,5" disk\n1,"x\n')
     source = opened(Csv, path, dense=[], categorical=["word"], rows=None, hash_size=10, quote=None)
@@ -243,6 +255,7 @@ OBJECTS = jsonl_of(FRAME).splitlines()
         (b"{", "it is not a JSON object in one line"),
         (b"[1, 2]", "it is not a JSON object in one line"),
         (b"", "it is not a JSON object in one line"),
+        (b'{"tags": ' + b"[" * 100_000, "it is not a JSON object in one line"),
         (b'{"label": true, "price": "dear", "item": 1}', r'price is "dear", it must be a number; .*write null for'),
         (b'{"label": true, "price": 1, "item": [1]}', r"item is \[1\], it must be an integer"),
         (

@@ -11,6 +11,7 @@ from pydantic import Field
 from shadowsync.data.files import Lines
 from shadowsync.data.text import Text, TextFile, TextSource
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.registry import nearest
 
 _END = "\x1e"
 """A field that is put behind each row: it is where it should be if the row has as many fields as there are columns."""
@@ -63,6 +64,10 @@ class Csv(TextSource):
         return Text(lines, _distinct(f"{lines.file.path}: the header", columns), header=True)
 
     def look(self, text: Text) -> Mapping[str, pl.DataType]:
+        for name in self.lists:
+            if name not in text.columns:
+                hint = nearest(name, text.columns)
+                raise ConfigError(f"data.lists names {name!r}, which {text.lines.file.path} does not have{hint}")
         lists = {name: pl.List(pl.String()) for name in self.lists}
         file = CsvFile(self, text, text.columns, {}, lists)
         frame, _ = file.read(0, min(self.infer_rows, file.rows()))
@@ -73,7 +78,7 @@ class Csv(TextSource):
 
     def separator_of(self, lines: Lines) -> str:
         """Between the fields of a file."""
-        return self.separator or ("\t" if lines.file.path.removesuffix(".gz").endswith(".tsv") else ",")
+        return self.separator or ("\t" if lines.file.path.lower().removesuffix(".gz").endswith(".tsv") else ",")
 
     def fields(self, line: str, separator: str) -> list[str]:
         """Of one line."""

@@ -1,6 +1,7 @@
 """JSON lines: an object of columns in each line."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -52,7 +53,7 @@ class JsonlFile(TextFile):
     """A file of JSON lines of which some columns are to be read."""
 
     def parse(self, text: bytes, rows: int) -> pl.DataFrame | None:
-        return pl.read_ndjson(text, schema={name: self.types[name] for name in self.columns})
+        return pl.read_ndjson(text.removeprefix(BOM_UTF8), schema={name: self.types[name] for name in self.columns})
 
     def problem(self, line: str) -> str | None:
         return "it is not a JSON object in one line" if _object(line.encode()) is None else None
@@ -63,8 +64,8 @@ class JsonlFile(TextFile):
 
 def _object(line: bytes) -> dict[str, object] | None:
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = json.loads(line.removeprefix(BOM_UTF8))
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

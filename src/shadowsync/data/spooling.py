@@ -28,6 +28,8 @@ Split = Literal["train", "test"]
 _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 """Of the section `data`, where rows of a split are."""
 
+_NOT_KEPT = (pl.Object, pl.Int128)
+"""Types of values that nobody could read as what they were."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
 
 
@@ -133,6 +135,11 @@ class Given:
         common = {}
         for name in before or frame.columns:
             kind = frame.schema[name]
+            if kind in _NOT_KEPT:
+                raise DataError(
+                    f"{self.name}: batch {number} holds {kind} in the column {name!r}: give numbers of up to 64 bits, "
+                    "text, dates, or lists of them"
+                )
             held = before.get(name, kind)
             either = _either(held, kind)
             if either is None or (fixed and either != held):

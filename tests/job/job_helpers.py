@@ -87,9 +87,16 @@ def settings(path: Path, test_path: Path | None = None, **sections: Mapping[str,
         "sync": {"method": "none"},
         "report": {"html": False, "tensorboard": False, "every_s": 0.05},
     }
-    if test_path is not None:
-        base["data"]["test_path"] = str(test_path)
-    return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+    return laid_over(base, test_path, sections)
+
+
+def laid_over(
+    base: Mapping[str, Mapping[str, Any]], test_path: Path | None, sections: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """`sections` over those of `base`, which has test rows where a path of them is given."""
+    tested = {} if test_path is None else {"test_path": str(test_path)}
+    below = {**base, "data": {**base["data"], **tested}}
+    return {name: {**below.get(name, {}), **sections.get(name, {})} for name in {**below, **sections}}
 
 
 def by_gradients(config: Mapping[str, Any], method: str) -> dict[str, Any]:

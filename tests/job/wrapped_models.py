@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import polars as pl
 import torch
+from job_helpers import laid_over
 from test_exactness import in_order
 from torch import Tensor, nn
 
@@ -67,9 +68,7 @@ def clicks_settings(path: Path, test_path: Path | None = None, **sections: Mappi
         "sync": {"method": "none"},
         "report": {"html": False, "tensorboard": False, "every_s": 0.05},
     }
-    if test_path is not None:
-        base["data"]["test_path"] = str(test_path)
-    return {name: base.get(name, {}) | dict(sections.get(name, {})) for name in {**base, **sections}}
+    return laid_over(base, test_path, sections)
 
 
 class Log:

@@ -128,10 +128,15 @@ def refuse_sequences(model: str, sequences: Mapping[str, SequenceInput]) -> None
         )
 
 
-def common_dim(model: str, dims: Mapping[str, int]) -> int:
-    """The one width that all features have; raises `ConfigError` if two differ, or there is none."""
+def need_features(model: str, dims: Mapping[str, int]) -> None:
+    """Raises `ConfigError` if there is none."""
     if not dims:
         raise ConfigError(f"model.name={model} needs at least one categorical feature; the data has none")
+
+
+def common_dim(model: str, dims: Mapping[str, int]) -> int:
+    """The one width that all features have; raises `ConfigError` if two differ, or there is none."""
+    need_features(model, dims)
     first, width = next(iter(dims.items()))
     for feature, other in dims.items():
         if other != width:

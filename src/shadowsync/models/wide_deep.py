@@ -7,10 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from shadowsync.errors import ConfigError
 from shadowsync.models.first_order import FirstOrder, split_rows, vector_dims
 from shadowsync.models.layers import Widths
-from shadowsync.models.model import SequenceInput, TowerSpec, refuse_sequences
+from shadowsync.models.model import SequenceInput, TowerSpec, need_features, refuse_sequences
 from shadowsync.models.vectors import NO_SEQUENCES
 
 
@@ -36,8 +35,7 @@ class WideDeep(TowerSpec):
         self, dense_columns: int, dims: Mapping[str, int], sequences: Mapping[str, SequenceInput] = NO_SEQUENCES
     ) -> nn.Module:
         refuse_sequences(self.name, sequences)
-        if not dims:
-            raise ConfigError(f"model.name={self.name} needs at least one categorical feature; the data has none")
+        need_features(self.name, dims)
         return WideDeepModule(self, dense_columns, vector_dims(self.name, dims))
 
 

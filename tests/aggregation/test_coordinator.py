@@ -12,6 +12,7 @@ from shadowsync.aggregation.auto import Auto
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
 from shadowsync.aggregation.gba import Gba
+from shadowsync.aggregation.hop_bs import HopBs
 from shadowsync.aggregation.hop_bw import HopBw
 from shadowsync.aggregation.stepping import DenseStep
 from shadowsync.data.leases import Lease
@@ -44,7 +45,7 @@ class Steps:
 
 
 class Bench:
-    """A coordinator whose steps are written down, and the rows of batches that count as trained."""
+    """A coordinator whose steps are written down, and the rows of batches that count as trained, out of `rows`."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Bench:
         self.steps = Steps()
         self.steps.gate.set()
         self.trained, self.scale = 0, 1.0
+        self.rows = 1_000_000
         self.now = 0.0
         self.rule = StepRule(size, 0.5, 2.0, rates, by_buffer)
         self.coordinator = StepCoordinator(method, self.rule, self, self.carry_out, lambda: self.now, run)
@@ -72,6 +74,10 @@ class Bench:
         """The lease has the number of the batch."""
         self.steps.done.append(lease.number)
         self.trained += stop - start
+
+    @property
+    def remaining(self) -> int:
+        return self.rows - self.trained
 
     def dispatch(self, trainer: int, samples: int = 4) -> int:
         with self.steps.dispatching:
@@ -368,14 +374,17 @@ def test_what_waits_of_a_dead_trainer_is_a_step_before_an_image_is_taken() -> No
     assert len(bench.steps.dense) == 1
 
 
-def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_a_step() -> None:
+def test_what_a_dead_trainer_was_at_never_comes_and_what_it_leaves_behind_is_in_a_step() -> None:
     bench = Bench(Gba(), size=4)
+    bench.rows = 8
     arrived, under_way = bench.begin(A), bench.begin((0, 1))
     bench.arrive(arrived)
     bench.coordinator.abandoned(0)
+    assert (bench.steps.done, bench.steps.dense) == ([arrived], [])
     bench.arrive(under_way)
-    assert [step.weights.keys() for step in bench.steps.dense] == [{arrived}]
-    assert bench.steps.done == [arrived]
+    bench.arrive(again := bench.begin(B))
+    assert [step.weights.keys() for step in bench.steps.dense] == [{arrived, again}]
+    assert bench.steps.done == [arrived, again]
 
 
 def test_whoever_asks_again_is_answered_as_before_or_in_place_of_the_first_time() -> None:
@@ -405,23 +414,38 @@ def test_it_is_settled_when_every_step_is_carried_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_the_last_gradients_are_committed_when_nobody_has_anything_to_do(method: Aggregation) -> None:
+def test_the_last_gradients_are_committed_when_no_other_rows_are_left(method: Aggregation) -> None:
+    """Not when nobody is at work: whoever has leased rows may not have begun them yet."""
     bench = Bench(method, size=4)
+    bench.rows = 8
     number = bench.begin(A)
     bench.begin(B)
     bench.arrive(number)
     bench.coordinator.left(B)
     bench.coordinator.idle(A)
-    assert bench.steps.done == [number]
+    bench.coordinator.look()
+    alone = isinstance(method, Async | HopBs)
+    assert bench.steps.done == ([number] if alone else [])
+    bench.arrive(again := bench.begin(A))
+    assert bench.steps.done == [number, again]
     assert not bench.coordinator.aggregator.held
-    assert bench.steps.dense[-1].divisor == 1.0
+    assert bench.steps.dense[-1].divisor == (1.0 if alone else 2.0)
+
+
+def test_when_the_last_rows_turn_out_bad_what_is_held_is_committed() -> None:
+    bench = Bench(Gba(), size=4)
+    bench.rows = 8
+    bench.arrive(number := bench.begin(A))
+    bench.rows = 4
+    bench.coordinator.look()
+    assert bench.steps.done == [number]
 
 
 def test_after_a_step_of_a_part_of_the_batches_tokens_are_not_behind() -> None:
     bench = Bench(Gba(tolerance=0), size=4)
-    for _ in range(3):
+    for barrier in (4, 8, 12):
+        bench.rows = barrier
         bench.arrive(bench.begin(A))
-        bench.coordinator.idle(A)
     assert bench.coordinator.state.dropped == 0
     assert bench.coordinator.state.global_steps == 3
 
@@ -430,6 +454,7 @@ def test_after_a_step_of_a_part_of_the_batches_tokens_are_not_behind() -> None:
 def test_many_threads(method: Aggregation) -> None:
     """Every batch is done once, and every step is carried out in order."""
     bench = Bench(method, size=3)
+    bench.rows = 6 * 40 * 4
 
     def work(worker: tuple[int, int]) -> int:
         for _ in range(40):

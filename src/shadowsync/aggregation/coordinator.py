@@ -188,16 +188,16 @@ class StepCoordinator:
             now = self._now()
             self._paces.add(batch.worker, now - batch.began_s)
             self._decided(self.aggregator.arrived(number, now))
+            self._flush()
             self._admit()
         self._go_on()
 
     @served(quick=True)
     def idle(self, worker: tuple[int, int], generation: int = 0) -> None:
-        """A worker has nothing to do now; nobody waits for it. If nobody has, what is held is committed."""
+        """A worker has nothing to do now; nobody waits for it."""
         check_generation(self._generation, generation)
         with self._changed:
             self._leave(worker)
-            self._flush()
             self._admit()
         self._go_on()
 
@@ -224,7 +224,6 @@ class StepCoordinator:
             self._tokens.retired(len(lost))
             for worker in [worker for worker in self._working if worker[0] == trainer]:
                 self._leave(worker)
-            self._flush()
             self._admit()
         self._count(counted)
         self._go_on()
@@ -282,10 +281,13 @@ class StepCoordinator:
         self.aggregator.left(worker)
 
     def _flush(self) -> None:
-        """Under the lock: nobody is at work, so nothing will complete the step. A job that was stopped goes on later,
-        and makes whole steps of these rows then."""
-        if not self._working and not self._stopped and self.aggregator.held:
-            self._commit_held()
+        """Under the lock: commits what is held where no other rows are left before the next barrier or the end, so that
+        nothing will complete the step. A job that was stopped goes on later, and makes whole steps of these rows then.
+        """
+        if not self._stopped and self.aggregator.held:
+            waiting = sum(batch.stop - batch.start for batch in self._undone.values())
+            if self._rows.remaining <= waiting:
+                self._commit_held()
 
     def _commit_held(self) -> None:
         self._decided(self.aggregator.flush())
@@ -294,11 +296,13 @@ class StepCoordinator:
     # --- called by the session ---------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """To be called several times a second: a method may have to act though no gradient arrives."""
+        """To be called several times a second: a method may have to act though no gradient arrives, and the last rows
+        may be trained or turn out bad without one."""
         with self._changed:
             if self.aggregator.look(self._now()):
                 self._admit()
-        self._tell()
+            self._flush()
+        self._go_on()
 
     def stop(self) -> None:
         with self._changed:
@@ -410,6 +414,7 @@ class StepCoordinator:
         self._count(counted)
         with self._changed:
             self._settled = commit.step + 1
+            self._flush()
             self._admit()
             self._changed.notify_all()
         self._tell()

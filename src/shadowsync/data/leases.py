@@ -142,6 +142,7 @@ class LeaseBook:
         self.barrier: int | None = None
         self._slices, self._passes, self._shuffle, self._seed = slices, epochs, shuffle, seed
         self._window = window
+        self._rows = sum(slices)
         self._returned: deque[_Part] = deque()
         self._held: dict[int, tuple[Lease, _Part]] = {}
         self._next_number = first_number
@@ -168,6 +169,12 @@ class LeaseBook:
     def passed(self) -> int:
         """Rows that were trained or skipped, all epochs."""
         return self.trained + sum(self.skipped_in)
+
+    @property
+    def remaining(self) -> int:
+        """Rows before the barrier, or else of all epochs, that are neither trained nor skipped."""
+        end = self._passes * self._rows if self.barrier is None else self.barrier
+        return end - self.passed
 
     @property
     def at_barrier(self) -> bool:
@@ -539,6 +546,11 @@ class LeaseService:
         """As `LeaseBook.passed`."""
         with self._changed:
             return self._book.passed
+
+    @property
+    def remaining(self) -> int:
+        """As `LeaseBook.remaining`, without waiting for anybody."""
+        return self._book.remaining
 
     @property
     def finished(self) -> bool:

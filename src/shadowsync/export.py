@@ -7,8 +7,8 @@
 Inputs are those of a batch: `dense` float32 `[B, N]`; `values` int64 `[L]`, the ids of all samples of feature 0, then
 of feature 1 …; `offsets` int64 `[F * B + 1]`, where bag `f * B + b` begins in `values`, and `L` at the end; `weights`
 float32 `[L]`. `B ≥ 1` and `L ≥ 0` are free, bags may be empty. The names in their order are in the file beside the
-program: `torch.export.load(file, extra_files=(found := {"metadata.json": "", "columns.json": ""}))`. What became of the
-columns of the data before they were dense columns and ids, with what was learnt of them, is in `columns.json`.
+program: `torch.export.load(file, extra_files=(found := {"metadata.json": "", "columns.json": ""}))`. What becomes of
+the columns of the data before they are dense columns and ids is in `columns.json`, and `serving.load` applies it.
 
 `B` samples, `N` dense columns, `F` features, `L` ids, `D` width of a table.
 """
@@ -19,7 +19,7 @@ import importlib.metadata
 import io
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -52,8 +52,8 @@ class ExportSpec:
 
     Rows are kept in tensors of at most `chunk_bytes`, because torch copies a tensor to write it: more costs memory
     while the file is written, less costs time when it is used.
-    `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what became of the
-    data's columns, as plain JSON values.
+    `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what becomes of the
+    data's columns, as `serving.Transforms` takes it; `several` are the features of which a row has any number of ids.
     """
 
     tables: Sequence[Table]
@@ -63,6 +63,7 @@ class ExportSpec:
     chunk_bytes: int = CHUNK_BYTES
     schema: Schema | None = None
     columns: Mapping[str, Any] | None = None
+    several: Collection[str] | None = None
 
     @property
     def table_of(self) -> dict[str, Table]:
@@ -86,6 +87,8 @@ class ExportSpec:
                 {"name": name, "table": t.name, "rows": t.rows, "dim": t.dim, "pooling": t.poolings[name]}
                 for name, t in self.table_of.items()
             ]
+            if self.several is not None:
+                features = [{**each, "several": each["name"] in self.several} for each in features]
         return {
             "format": FORMAT,
             "shadowsync": importlib.metadata.version("shadowsync"),

@@ -231,13 +231,16 @@ class Trained:
         self.remarks = tuple(sentence for sentence in sentences if sentence)
 
     def export(self, out: Path | str) -> None:
-        """Writes one file with tables and module that torch alone loads; see `export.export_model`."""
+        """Writes one file with tables and module that torch alone loads, and that `serving.load` feeds with raw
+        rows; see `export.export_model`."""
         features = [feature.name for feature in self.schema.features]
         weighted = bool(getattr(self.choices.source, "weights", None))
         looked_up = self.schema if isinstance(self.module, Wrapped) else None
-        learnt = getattr(self.choices.source, "learnt", None)
-        columns = None if learnt is None else learnt.metadata()
-        spec = ExportSpec(self.tables, features, self.schema.dense, weighted, schema=looked_up, columns=columns)
+        several = [feature.name for feature in self.schema.features if feature.multi_hot]
+        columns = self.choices.source.described()
+        spec = ExportSpec(
+            self.tables, features, self.schema.dense, weighted, schema=looked_up, columns=columns, several=several
+        )
         export_model(self.module, spec, self._rows, Path(out))
 
     def unwrapped(self) -> nn.Module:

@@ -141,10 +141,9 @@ def write_yaml(lines: str, path: Path) -> None:
 
 def _table(looks: Looks) -> Table:
     shown = Table(title=f"{looks.looked_at:,} of {looks.rows:,} rows", title_justify="left")
-    for heading, justify in (("column", "left"), ("type", "left"), ("distinct", "right"), ("nulls", "right")):
-        shown.add_column(heading, justify="right" if justify == "right" else "left", overflow="fold")
-    for heading in ("min", "max", "becomes"):
-        shown.add_column(heading, overflow="fold")
+    for heading in ("column", "type", "distinct", "nulls", "min", "max", "becomes"):
+        number = heading in ("distinct", "nulls")
+        shown.add_column(heading, justify="right" if number else "left", overflow="fold")
     for one in looks.columns:
         distinct = "" if one.distinct is None else f"{one.distinct:,}"
         bounds = ["" if bound is None else _short(bound) for bound in (one.low, one.high)]
@@ -156,8 +155,7 @@ def _table(looks: Looks) -> Table:
 def _becomes(one: Look) -> str:
     if one.becomes is None:
         return "the label" if one.why == "label" else f"left out: {one.why}"
-    kind, *options = one.becomes.items()
-    return " ".join([str(kind[1]), *(f"{key}={value}" for key, value in options)])
+    return " ".join(str(value) if key == "kind" else f"{key}={value}" for key, value in one.becomes.items())
 
 
 def _short(value: object) -> str:

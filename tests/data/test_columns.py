@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from shadowsync import registry
 from shadowsync.config import parse
-from shadowsync.data import fitting, learners, tables
+from shadowsync.data import columns as kinds
+from shadowsync.data import fitting, tables
 from shadowsync.data.batch import Batch
 from shadowsync.data.fitting import Learnt, LearntState, learn
-from shadowsync.data.hashing import hash_strings, mix, to_rows
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.splits import Selected, open_parts
 from shadowsync.data.tables import OpenTable
+from shadowsync.data.values import Values, hash_strings
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.serving import mix, to_rows
 
 DAY = datetime.date(1970, 1, 1)
 
@@ -330,8 +332,8 @@ def test_the_same_batch_before_and_after_a_checkpoint(
 
 
 def test_vocabularies_of_a_checkpoint_are_checked() -> None:
-    texts = learners.Values(pl.Series(["ab", "", "ü"])).tensors()
-    assert learners.Values.of(texts).values.to_list() == ["ab", "", "ü"]
+    texts = Values(pl.Series(["ab", "", "ü"])).tensors()
+    assert Values.of(texts).values.to_list() == ["ab", "", "ü"]
     for broken in (
         {},
         {"text": texts["text"]},
@@ -339,7 +341,7 @@ def test_vocabularies_of_a_checkpoint_are_checked() -> None:
         {**texts, "ends": -texts["ends"]},
     ):
         with pytest.raises(ValueError, match=r"it has|before they begin"):
-            learners.Values.of(broken)
+            Values.of(broken)
 
 
 def test_few_rows_of_many_tell_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,12 +361,12 @@ def test_few_rows_of_many_tell_enough(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_vocabulary_is_counted_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PIECE", 100)
-    monkeypatch.setattr(learners, "_MERGED", 150)
+    monkeypatch.setattr(kinds, "_MERGED", 150)
     frame = {"n": np.arange(3000) % 700}
     source = opened(tmp_path / "rows.parquet", frame, columns={"n": "vocabulary"})
     assert sorted(set(ids(source))) == list(range(2, 702))
     assert source.source.learnt.values["n"].values[:2].to_list() == [0, 1]
-    monkeypatch.setattr(learners, "MOST_VALUES", 500)
+    monkeypatch.setattr(kinds, "MOST_VALUES", 500)
     with pytest.raises(
         DataError, match=r"column 'n' has more than 500 different values.*data\.columns\.n=\{kind: hash"
     ):

@@ -11,6 +11,8 @@ from data_samples import criteo_row, same, write_criteo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync import serving
+from shadowsync.data.batch import Batch
 from shadowsync.data.criteo import CATEGORICAL, Criteo, parse, problem
 from shadowsync.errors import ConfigError, DataError
 
@@ -194,3 +196,18 @@ def test_bad_rows_far_into_a_slice_are_found(tmp_path):
     opened = Criteo(path=str(path)).open("train", "skip")
     assert len(opened.read(opened.slices(1000)[0])) == 597
     assert [text.split(":")[0][-8:] for text in opened.bad_rows.examples] == [", row 11", " row 301", " row 302"]
+
+
+def test_a_served_model_takes_the_numbers_of_a_row(tmp_path):
+    opened, batches = read(write_criteo(tmp_path / "a.tsv", ROWS), hash_size=1000)
+    columns = list(zip(*(row.split("\t")[1:] for row in ROWS), strict=True))
+    names = [*opened.schema.dense, *CATEGORICAL]
+    bases = [10] * 13 + [16] * 26
+    given = {n: [int(one, b) if one else None for one in c] for n, b, c in zip(names, bases, columns, strict=True)}
+    features = [{"name": feature.name, "rows": feature.rows} for feature in opened.schema.features]
+    metadata = {"dense": opened.schema.dense, "features": features, "weighted": False}
+    described = Criteo(path="", hash_size=1000).described()
+    served = serving.Model(dict, metadata, described).prepare(given)
+    batch = Batch.join(batches)
+    assert served.dense.tobytes() == batch.dense.numpy().tobytes()
+    assert served.values.tolist() == batch.ids.values.tolist()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowsync.data.hashing import hash_strings, mix, to_rows
+from shadowsync.data.values import hash_strings
+from shadowsync.serving import mix, to_rows
 
 
 def test_mix_is_splitmix64():

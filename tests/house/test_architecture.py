@@ -25,7 +25,7 @@ ORDER = (
 """A folder may import from those before it, in the order in which the data moves."""
 ASSEMBLING = ("cluster",)
 """Folders that put parts together, as the modules beside the folders do: they import any, and none of `ORDER` them."""
-FREE = ("errors", "registry", "places", "config")
+FREE = ("errors", "registry", "places", "config", "serving")
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 

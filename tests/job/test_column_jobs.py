@@ -12,9 +12,11 @@ import torch
 import yaml
 from job_helpers import SMALL_DLRM, settings
 
-from shadowsync import Job, Trained
+from shadowsync import Job, Trained, serving
 from shadowsync.checkpoint.job_state import JobState
+from shadowsync.data.values import Values
 from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.metrics.quality import evaluate_scores
 
 ROWS = 6000
 BRANDS = [f"brand {number}" for number in range(30)]
@@ -168,3 +170,25 @@ def test_the_export_says_what_became_of_columns(tmp_path: Path) -> None:
     assert sorted(told["values"]["brand"]) == sorted(BRANDS[1:])
     assert len(told["fits"]["day"]["edges"]) == 7
     assert told["fits"]["price"]["mean"] == pytest.approx(1e6, rel=1e-3)
+
+
+def test_a_served_model_scores_raw_rows_as_the_job_does(tmp_path: Path) -> None:
+    result = Job(config(tmp_path, columns=DECLARED, label="click", epochs=1), out=tmp_path / "out").run()
+    trained = Trained(tmp_path / "out")
+    trained.export(tmp_path / "model.pt2")
+    trained.predict(tmp_path / "test.parquet", tmp_path / "scores.parquet", keep=["click"])
+    wanted = pl.read_parquet(tmp_path / "scores.parquet")
+    rows = pl.read_parquet(tmp_path / "test.parquet").to_dict(as_series=False)
+    scores = torch.from_numpy(serving.load(str(tmp_path / "model.pt2")).score(rows))
+    torch.testing.assert_close(scores, wanted["probability"].to_torch(), rtol=1e-5, atol=1e-6)
+    auc = evaluate_scores(scores.double().logit(), wanted["click"].cast(pl.Float32).to_torch()).auc
+    assert result.test is not None
+    assert auc == pytest.approx(result.test.auc, abs=1e-5)
+
+
+def test_a_vocabulary_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Job(config(tmp_path, columns=DECLARED, label="click", epochs=1), out=tmp_path / "out").run()
+    longer = Values(pl.Series([f"brand {number}" for number in range(99)]))
+    monkeypatch.setattr(Values, "of", classmethod(lambda cls, tensors: longer))
+    with pytest.raises(CheckpointError, match=r"the vocabulary of brand needs 101 rows and its table has 31: it is of"):
+        Trained(tmp_path / "out")

@@ -73,10 +73,13 @@ def course_of(saved: LoadedCheckpoint) -> Course:
 def learnt_of(saved: LoadedCheckpoint) -> Learnt | None:
     """What the model of a checkpoint has learnt of its columns, None where it has learnt nothing; `CheckpointError` if
     it is not what a job writes."""
-    if (state := job_state(saved).columns) is None:
+    job = job_state(saved)
+    if job.columns is None:
         return None
     try:
-        return Learnt.of(state, saved.dense)
+        learnt = Learnt.of(job.columns, saved.dense)
+        learnt.check(job.schema)
+        return learnt
     except (ValueError, ConfigError) as error:
         raise CheckpointError(f"{saved.name}: what it says of its columns is not what a job writes: {error}") from error
 

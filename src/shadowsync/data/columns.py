@@ -1,8 +1,9 @@
-"""What becomes of a column of a table: the kinds that `data.columns` chooses among, each with its options.
+"""What becomes of a column of a table: the kinds that `data.columns` chooses among, each with its options, what the
+values of a column must be for it, and what it learns of the training rows.
 
-A kind holds options only; what was learnt of the training rows is handed in, as `learners.Fit` and `learners.Values`.
+What a kind makes of values is in `serving.py`, under the same name, for training and whoever serves the model alike.
 
-`B` rows, `L` values of a column.
+`L` values of a column.
 """
 
 from abc import ABC, abstractmethod
@@ -10,25 +11,44 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shadowsync.data.hashing import mix, to_rows
-from shadowsync.data.learners import Counts, Fit, Learner, Moments, Sample, Values, seen_numbers
-from shadowsync.data.values import Cells, as_numpy, form_of, has_numbers, integers, numbers
-from shadowsync.errors import ConfigError
+from shadowsync.data.values import Values, form_of, has_numbers, integers, numbers, texts
+from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import build, choose, split_options
+from shadowsync.serving import LARGEST, scaled
 
+MOST_VALUES = 20_000_000
+"""Different values of a column that are counted for a vocabulary."""
+_MERGED = 1 << 21
+Sees = Literal["nothing", "sample", "some", "all"]
 Rows = Annotated[int, Field(ge=1, le=1 << 32)]
 HashRows = Annotated[int, Field(ge=2, le=1 << 32, description="rows of its table; more collides less")]
 Missing = Annotated[
     Literal["own", "error"], Field(description="own: a missing value has an id of its own; error: its row is a bad one")
 ]
 
-_UNKNOWN = 1
-"""The id of values that a vocabulary has not, beside 0, which is for missing ones."""
+
+class Fit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What was learnt of a column; at its defaults nothing was.
+
+    Attributes:
+        form: of the values, as `values.form_of` says.
+        mean, scale: a number becomes `(x − mean) / scale`.
+        low, high: bounds to which numbers are moved before that.
+        edges: between buckets, ascending.
+    """
+
+    form: str | None = None
+    mean: float = 0.0
+    scale: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    edges: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,22 +58,25 @@ class Kind(ABC):
     name: ClassVar[str]
 
     @property
-    def learns(self) -> bool:
-        """Something is to be learnt of the training rows first."""
-        return False
+    def sees(self) -> Sees:
+        """Of which training rows it learns before any of them is trained: `some` are some millions."""
+        return "nothing"
 
-    @property
-    def learns_of_all(self) -> bool:
-        """Every row counts for it; else some millions tell as much."""
-        return False
-
-    def learner(self, column: str, share: float) -> Learner:
-        """What learns it; samples take that share of the values."""
+    def seen(self, values: pl.Series) -> pl.DataFrame:
+        """What is kept of the values of some rows; missing ones are null."""
         raise NotImplementedError
 
+    def fit(self, seen: pl.DataFrame) -> Fit | Values:
+        """What is learnt of all that was seen."""
+        raise NotImplementedError
+
+    @abstractmethod
     def refusal(self, kind: pl.DataType) -> str | None:
         """What the column must hold, if that is not what it holds."""
-        return None if form_of(kind) is not None else "text, whole numbers, booleans or dates, or lists of them"
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The columns of the data that it is made of."""
+        return (name,)
 
     def described(self) -> dict[str, Any]:
         """As `data.columns` declares it, with every option."""
@@ -86,88 +109,61 @@ class Dense(Kind):
     ] = "mean"
 
     @property
-    def learns(self) -> bool:
-        return self.standardise or self.clip is not None
-
-    @property
-    def plain(self) -> bool:
-        """Numbers stay as they are."""
-        return not (self.learns or self.log)
+    def sees(self) -> Sees:
+        return "sample" if self.clip is not None else "some" if self.standardise else "nothing"
 
     def refusal(self, kind: pl.DataType) -> str | None:
         return None if has_numbers(kind) else "one number per row"
 
-    def learner(self, column: str, share: float) -> Learner:
-        return _LearnsNumbers(self, share)
+    def seen(self, values: pl.Series) -> pl.DataFrame:
+        found = _numbers(values)
+        return _moments(scaled(found, self.log, {})) if self.clip is None else pl.DataFrame({"value": found})
 
-    def numbers(self, given: pl.Series, plain: NDArray[np.float32], fit: Fit) -> NDArray[Any]:
-        """What becomes of the column `given`, `[B]`; `plain` holds it as float32, 0 where missing."""
-        found: NDArray[Any] = plain
-        if self.learns or isinstance(self.missing, float):
-            exact = numbers(given)
-            found = as_numpy(exact, self.missing if isinstance(self.missing, float) else 0)
-        found = self.scaled(found, fit)
-        if given.null_count() and not isinstance(self.missing, float):
-            found = np.where(given.is_null().to_numpy(), 0, found)
-        return found
-
-    def scaled(self, found: NDArray[Any], fit: Fit) -> NDArray[Any]:
-        if fit.low is not None:
-            found = np.clip(found, fit.low, fit.high)
-        if self.log:
-            found = np.log1p(np.maximum(found, 0))
-        return (found - fit.mean) / fit.scale if fit.scale != 1 or fit.mean else found
+    def fit(self, seen: pl.DataFrame) -> Fit:
+        low = high = None
+        if self.clip is not None:
+            drawn = seen["value"].to_numpy()
+            if len(drawn):
+                low, high = np.quantile(drawn, [self.clip, 1 - self.clip]).tolist()
+            seen = _moments(scaled(drawn, self.log, {"low": low, "high": high}))
+        if not self.standardise or not seen["count"].sum():
+            return Fit(low=low, high=high)
+        count, means, variances = (seen.filter(pl.col("count") > 0)[name].to_numpy() for name in seen.columns)
+        mean = float(np.average(means, weights=count))
+        deviation = float(np.sqrt(np.average(variances + np.square(means - mean), weights=count)))
+        same = deviation <= 1e-14 * abs(mean)  # all numbers are alike: they become 0
+        return Fit(mean=mean, scale=1.0 if same else deviation, low=low, high=high)
 
 
-class _LearnsNumbers(Learner):
-    """Of a dense column: where there are bounds, all of a sample, else of every number."""
+def _numbers(values: pl.Series) -> NDArray[np.float64]:
+    """Those that are there and that float32 holds."""
+    found = numbers(values.drop_nulls())
+    return found[np.abs(found) <= LARGEST]  # not so either where one is no number
 
-    def __init__(self, kind: Dense, share: float) -> None:
-        self._kind, self._moments, self._sample = kind, Moments(), Sample(share)
 
-    def see(self, values: pl.Series) -> None:
-        found = seen_numbers(values)
-        if self._kind.clip is None:
-            self._moments.add(self._unscaled(found, Fit()))
-        else:
-            self._sample.add(found)
-
-    def learnt(self) -> tuple[Fit, None]:
-        bounds, drawn = Fit(), self._sample.all()
-        if self._kind.clip is not None and len(drawn):
-            low, high = np.quantile(drawn, [self._kind.clip, 1 - self._kind.clip]).tolist()
-            bounds = Fit(low=low, high=high)
-            self._moments.add(self._unscaled(drawn, bounds))
-        if not self._kind.standardise:
-            return bounds, None
-        mean, scale = self._moments.fit()
-        return Fit(mean=mean, scale=scale, low=bounds.low, high=bounds.high), None
-
-    def _unscaled(self, found: NDArray[np.float64], bounds: Fit) -> NDArray[np.float64]:
-        return self._kind.scaled(found, bounds)
+def _moments(found: NDArray[np.float64]) -> pl.DataFrame:
+    """Those of a piece, of which those of all are made."""
+    values = pl.Series(found)
+    moments = [len(found)], [values.mean()], [values.var(ddof=0)]
+    return pl.DataFrame(moments, {"count": pl.Int64, "mean": pl.Float64, "variance": pl.Float64})
 
 
 # --- categorical columns ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Categorical(Kind, ABC):
-    """A column whose values become ids, of a table of its own."""
+class Categorical(Kind):
+    """A column whose values become ids, of a table of its own.
+
+    Attributes:
+        tells_apart: values, so that their form matters.
+    """
 
     name: ClassVar[str]
+    tells_apart: ClassVar[bool] = True
 
-    @abstractmethod
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        """Ids lie in `[0, rows)`."""
-
-    @abstractmethod
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        """`[L]`; of missing values any."""
-
-    @property
-    def takes_missing(self) -> bool:
-        """Whether a missing value has an id."""
-        return getattr(self, "missing", "own") == "own"
+    def refusal(self, kind: pl.DataType) -> str | None:
+        return None if form_of(kind) is not None else "text, whole numbers, booleans or dates, or lists of them"
 
 
 @dataclass(frozen=True)
@@ -178,12 +174,6 @@ class Hash(Categorical):
 
     rows: HashRows = 100_000
     missing: Missing = "own"
-
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        return self.rows
-
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        return to_rows(cells.words.copy(), np.uint64(self.rows))
 
 
 @dataclass(frozen=True)
@@ -203,23 +193,32 @@ class Vocabulary(Categorical):
     missing: Missing = "own"
 
     @property
-    def learns(self) -> bool:
-        return True
+    def sees(self) -> Sees:
+        return "all"
 
-    @property
-    def learns_of_all(self) -> bool:
-        return True
+    def seen(self, values: pl.Series) -> pl.DataFrame:
+        given = values.drop_nulls()
+        plain = texts(given) if form_of(given.dtype) == "text" else pl.Series(integers(given))
+        counts = plain.alias("value").value_counts(name="count")
+        return counts.select("value", pl.col("count").cast(pl.Int64))
 
-    def learner(self, column: str, share: float) -> Learner:
-        return Counts(column, self.min_count, self.max_size)
+    def fit(self, seen: pl.DataFrame) -> Values:
+        counted = seen.group_by("value").agg(pl.col("count").sum()).filter(pl.col("count") >= self.min_count)
+        return Values(counted.sort(["count", "value"], descending=[True, False]).head(self.max_size)["value"])
 
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        return _UNKNOWN + 1 + (0 if values is None else len(values))
-
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        if values is None:
-            return np.full(len(cells.flat), _UNKNOWN, dtype=np.int64)
-        return values.find(cells.words) + (_UNKNOWN + 1)
+    def merged(self, parts: list[pl.DataFrame], column: str) -> list[pl.DataFrame]:
+        """What was seen, in bounded memory; raises `DataError` for values of two types, or too many of them."""
+        if len({part["value"].dtype for part in parts if len(part)}) > 1:
+            raise DataError(f"data.tables shares the table of {column!r} with a column of another type: cast one")
+        if sum(map(len, parts)) <= _MERGED + 2 * len(parts[0]):
+            return parts
+        whole = pl.concat([part for part in parts if len(part)]).group_by("value").agg(pl.col("count").sum())
+        if len(whole) > MOST_VALUES:
+            raise DataError(
+                f"column {column!r} has more than {MOST_VALUES:,} different values, which no vocabulary holds: "
+                f"hash it with data.columns.{column}={{kind: hash, rows: 1000000}}"
+            )
+        return [whole]
 
 
 @dataclass(frozen=True)
@@ -227,6 +226,7 @@ class Ids(Categorical):
     """Whole numbers from 0 to `rows` − 1 are the ids, as they are; with `missing: own` a missing one has id `rows`."""
 
     name: ClassVar[str] = "as_is"
+    tells_apart: ClassVar[bool] = False
 
     rows: Annotated[int, Field(ge=1, le=1 << 32, description="ids lie in [0, rows)")]
     missing: Missing = "error"
@@ -238,15 +238,6 @@ class Ids(Categorical):
             "integers, unless data.hash_size is given" if form_of(kind) == "text" else "integers or strings, or lists"
         )
 
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        return self.rows + (self.missing == "own")
-
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        found = integers(cells.flat)
-        if cells.missing is not None and self.missing == "own":
-            found[cells.missing] = self.rows
-        return found
-
 
 @dataclass(frozen=True)
 class Buckets(Categorical):
@@ -254,6 +245,7 @@ class Buckets(Categorical):
     missing one has id 0."""
 
     name: ClassVar[str] = "buckets"
+    tells_apart: ClassVar[bool] = False
 
     count: Annotated[
         int, Field(ge=2, le=100_000, description="quantiles; more is finer and has fewer rows in each")
@@ -261,37 +253,22 @@ class Buckets(Categorical):
     missing: Missing = "own"
 
     @property
-    def learns(self) -> bool:
-        return True
+    def sees(self) -> Sees:
+        return "sample"
 
     def refusal(self, kind: pl.DataType) -> str | None:
         return None if has_numbers(kind) else "numbers or dates, or lists of them"
 
-    def learner(self, column: str, share: float) -> Learner:
-        return _LearnsEdges(self.count, share)
+    def seen(self, values: pl.Series) -> pl.DataFrame:
+        return pl.DataFrame({"value": _numbers(values)})
 
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        return len(fit.edges) + 2
-
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        return np.searchsorted(np.array(fit.edges), as_numpy(numbers(cells.flat), 0)) + 1
-
-
-class _LearnsEdges(Learner):
-    """Of buckets: quantiles of a sample; where many numbers are alike there are fewer."""
-
-    def __init__(self, count: int, share: float) -> None:
-        self._count, self._sample = count, Sample(share)
-
-    def see(self, values: pl.Series) -> None:
-        self._sample.add(seen_numbers(values))
-
-    def learnt(self) -> tuple[Fit, None]:
-        drawn = self._sample.all()
+    def fit(self, seen: pl.DataFrame) -> Fit:
+        """Where many numbers are alike there are fewer buckets."""
+        drawn = seen["value"].to_numpy()
         if not len(drawn):
-            return Fit(), None
-        edges = np.unique(np.quantile(drawn, np.arange(1, self._count) / self._count, method="inverted_cdf"))
-        return Fit(edges=tuple(edges[edges < drawn.max()].tolist())), None
+            return Fit()
+        edges = np.unique(np.quantile(drawn, np.arange(1, self.count) / self.count, method="inverted_cdf"))
+        return Fit(edges=tuple(edges[edges < drawn.max()].tolist()))
 
 
 @dataclass(frozen=True)
@@ -304,19 +281,8 @@ class Cross(Categorical):
     of: Annotated[tuple[str, str], Field(description="the two columns")]
     rows: HashRows = 100_000
 
-    def table_rows(self, values: Values | None, fit: Fit) -> int:
-        return self.rows
-
-    def ids(self, cells: Cells, fit: Fit, values: Values | None) -> NDArray[np.int64]:
-        raise NotImplementedError
-
-    def pairs(self, left: Cells, right: Cells) -> NDArray[np.int64]:
-        """The ids of all rows, `[B]`."""
-        ids = to_rows(mix(mix(left.words.copy()) ^ right.words), np.uint64(self.rows))
-        for missing in (left.missing, right.missing):
-            if missing is not None:
-                ids[missing] = 0
-        return ids
+    def parts(self, name: str) -> tuple[str, ...]:
+        return self.of
 
 
 class Kinds(NamedTuple):
@@ -326,12 +292,9 @@ class Kinds(NamedTuple):
     ids: Mapping[str, Categorical]
 
     def all(self) -> Iterator[tuple[str, Kind]]:
-        """A column may be dense and have ids; then only its dense kind learns."""
+        """A column may be dense and have ids; then only one of the two learns."""
         yield from self.dense.items()
         yield from self.ids.items()
-
-
-# --- declarations ----------------------------------------------------------------------------------------------------
 
 
 def declared(column: str, given: str | Mapping[str, Any], defaults: Mapping[str, Mapping[str, Any]]) -> Kind:

@@ -4,9 +4,9 @@ A row is a label, 13 integers (empty: missing) and 26 hexadecimal categories (em
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import polars as pl
@@ -16,9 +16,9 @@ from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.files import PANIC, File, FileOptions, FileRows, Problem, open_lines
-from shadowsync.data.hashing import mix, to_rows
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.serving import mix, to_rows
 
 DENSE = tuple(f"i{k}" for k in range(1, 14))
 CATEGORICAL = tuple(f"c{k}" for k in range(1, 27))
@@ -53,6 +53,16 @@ class Criteo(FileOptions, Source):
     ] = 200_000
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
+        sizes, files = self._sizes(), self.files(split)
+        return None if files is None else OpenCriteo(files, sizes, on_bad_row)
+
+    def described(self) -> Mapping[str, Any]:
+        """Categories are the whole numbers that their digits say."""
+        number = {"kind": "dense", "log": True, "standardise": False, "clip": None, "missing": "mean"}
+        ids = {name: {"kind": "hash", "rows": rows} for name, rows in zip(CATEGORICAL, self._sizes(), strict=True)}
+        return {"dense": dict.fromkeys(DENSE, number), "ids": ids, "fits": {}, "values": {}}
+
+    def _sizes(self) -> tuple[int, ...]:
         sizes = self.hash_size
         if isinstance(sizes, int):
             sizes = (sizes,) * len(CATEGORICAL)
@@ -64,8 +74,7 @@ class Criteo(FileOptions, Source):
             sizes = tuple(sizes[name] for name in CATEGORICAL)
         elif len(sizes) != len(CATEGORICAL):
             raise ConfigError(f"data.hash_size holds {len(sizes)} numbers; give one, or 26")
-        files = self.files(split)
-        return None if files is None else OpenCriteo(files, sizes, on_bad_row)
+        return sizes
 
 
 class OpenCriteo(FileRows):

@@ -7,13 +7,16 @@ import msgspec
 import polars as pl
 from torch import Tensor
 
-from shadowsync.data.columns import Buckets, Categorical, Cross, Dense, Ids, Kinds, Vocabulary, declared
-from shadowsync.data.learners import SAMPLE, Fit, Learner, Values
-from shadowsync.data.values import NOTHING, Cells, form_of
+from shadowsync.data.columns import Buckets, Categorical, Dense, Fit, Kinds, Vocabulary, declared
+from shadowsync.data.source import Schema
+from shadowsync.data.values import SeriesCells, Values, form_of, value_type
+from shadowsync.serving import NOTHING
 
 ENOUGH_ROWS = 4_000_000
 """Rows, spread over all of them, that tell a mean, a deviation or a quantile well enough: to some thousandths of a
 deviation. A vocabulary is made of all rows."""
+SAMPLE = 1_000_000
+"""Rows whose values quantiles are taken of; of more, so many are drawn."""
 _TENSORS = "values."
 
 
@@ -59,14 +62,18 @@ class Learnt:
         dense, ids = ({name: kind.described() for name, kind in of_kind.items()} for of_kind in self.kinds)
         return LearntState(dense, ids, dict(self.fits), self.rows)
 
+    def described(self) -> dict[str, Any]:
+        """As `serving.Transforms` takes it, without vocabularies."""
+        plain: dict[str, Any] = msgspec.to_builtins(self.state())
+        return plain
+
     def tensors(self) -> dict[str, Tensor]:
         """The values of vocabularies, by names of their own among others."""
-        numbered = ((number, self.values.get(name)) for number, name in enumerate(self.kinds.ids))
         return {
             f"{_TENSORS}{number}.{part}": tensor
-            for number, values in numbered
-            if values is not None
-            for part, tensor in values.tensors().items()
+            for number, name in enumerate(self.kinds.ids)
+            if name in self.values
+            for part, tensor in self.values[name].tensors().items()
         }
 
     @classmethod
@@ -87,24 +94,24 @@ class Learnt:
                 values[name] = Values.of(own)
         return cls(kinds, state.fits, values, state.rows)
 
-    def metadata(self) -> dict[str, Any]:
-        """All of it as plain JSON values, for whoever applies it elsewhere."""
-        plain: dict[str, Any] = msgspec.to_builtins(self.state())
-        return {**plain, "values": {name: values.values.to_list() for name, values in self.values.items()}}
+    def check(self, schema: Schema) -> None:
+        """`ValueError` if a vocabulary has more values than the table of its column has rows for."""
+        for one in schema.features:
+            if one.name in self.values and (rows := len(self.values[one.name]) + 2) > one.rows:
+                raise ValueError(
+                    f"the vocabulary of {one.name} needs {rows} rows and its table has {one.rows}: it is of another run"
+                )
 
     def sentence(self, of: int) -> str | None:
         """What was learnt of the `of` training rows, for the user; None if nothing was."""
         told = [f"{name} has {len(values):,} values" for name, values in self.values.items()]
-        told += [
-            f"{name} {len(self.fit(name).edges) + 1} buckets"
-            for name, kind in self.kinds.ids.items()
-            if isinstance(kind, Buckets)
-        ]
+        buckets = [name for name, kind in self.kinds.ids.items() if isinstance(kind, Buckets)]
+        told += [f"{name} {len(self.fit(name).edges) + 1} buckets" for name in buckets]
         scaled = [name for name, kind in self.kinds.dense.items() if kind.standardise]
         if scaled:
             told.append(f"{_listed(scaled)} {'is' if len(scaled) == 1 else 'are'} standardised")
-        drawn = [kind for _, kind in self.kinds.all() if isinstance(kind, Buckets) or getattr(kind, "clip", None)]
-        some = f", quantiles from {SAMPLE:,} of them" if drawn and self.rows > SAMPLE else ""
+        drawn = any(kind.sees == "sample" for _, kind in self.kinds.all()) and self.rows > SAMPLE
+        some = f", quantiles from {SAMPLE:,} of them" if drawn else ""
         return f"learnt from {self.rows:,} of {of:,} training rows{some}: {_listed(told)}" if told else None
 
 
@@ -114,44 +121,33 @@ def learn(kinds: Kinds, tables: Mapping[str, str], source: TrainingRows) -> Lear
     Vocabularies that share one of `tables`, by column, are one. Raises `DataError` for a vocabulary that is too large,
     and what reading raises.
     """
-    most = source.rows if any(kind.learns_of_all for _, kind in kinds.all()) else min(source.rows, ENOUGH_ROWS)
-    share = SAMPLE / max(most, 1)
-    learners: dict[str, Learner] = {}
-    of_table: dict[str, Learner] = {}
-    for name, kind in kinds.all():
-        if kind.learns:
-            learners[name] = kind.learner(name, share)
-            if kind.learns_of_all and name in tables:
-                learners[name] = of_table.setdefault(tables[name], learners[name])
+    learning = {name: kind for name, kind in kinds.all() if kind.sees != "nothing"}
+    vocabularies = [name for name, kind in learning.items() if isinstance(kind, Vocabulary)]
+    most = source.rows if vocabularies else min(source.rows, ENOUGH_ROWS)
+    first = {name: name for name in learning}
+    for name in reversed(vocabularies):
+        first |= {other: name for other in vocabularies if name in tables and tables.get(other) == tables[name]}
+    parts: dict[str, list[pl.DataFrame]] = {name: [] for name in first.values()}
     rows = 0
-    for frame in source.frames(list(learners), most) if learners else ():
+    for number, frame in enumerate(source.frames(list(learning), most) if learning else ()):
         rows += len(frame)
-        for name, learner in learners.items():
-            learner.see(Cells(frame[name]).flat)
-    found = {name: learner.learnt() for name, learner in learners.items()}
-    fits = {name: fit for name, (fit, _) in found.items()}
+        sample = frame if most <= SAMPLE else frame.sample(fraction=SAMPLE / most, seed=number)
+        for name, kind in learning.items():
+            seen, column = parts[first[name]], (sample if kind.sees == "sample" else frame)[name]
+            seen.append(kind.seen(SeriesCells(column).flat))
+            if isinstance(kind, Vocabulary):
+                seen[:] = kind.merged(seen, first[name])
+    found = {name: learning[name].fit(pl.concat([p for p in of if len(p)] or of)) for name, of in parts.items() if of}
+    learnt = {name: found[one] for name, one in first.items() if one in found}
+    fits = {name: fit for name, fit in learnt.items() if isinstance(fit, Fit)}
     for name, form in _forms(kinds.ids, source).items():
         fits[name] = msgspec.structs.replace(fits.get(name, Fit()), form=form)
-    values = {name: values for name, (_, values) in found.items() if values is not None}
-    return Learnt(kinds, fits, values, rows)
+    return Learnt(kinds, fits, {name: own for name, own in learnt.items() if isinstance(own, Values)}, rows)
 
 
 def told_apart(kinds: Mapping[str, Categorical]) -> list[str]:
     """The columns of the data whose values are told apart, so that their form matters."""
-    names: list[str] = []
-    for name, kind in kinds.items():
-        if isinstance(kind, Cross):
-            names += kind.of
-        elif not isinstance(kind, Ids | Buckets):
-            names.append(name)
-    return list(dict.fromkeys(names))
-
-
-def value_type(kind: pl.DataType) -> pl.DataType:
-    """Of the values of a column, which may come in lists."""
-    inner = kind.inner if isinstance(kind, pl.List | pl.Array) else kind
-    assert isinstance(inner, pl.DataType)
-    return inner
+    return list(dict.fromkeys(part for name, kind in kinds.items() if kind.tells_apart for part in kind.parts(name)))
 
 
 def _forms(kinds: Mapping[str, Categorical], source: TrainingRows) -> dict[str, str]:

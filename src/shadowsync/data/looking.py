@@ -1,14 +1,15 @@
 """What the columns of a table look like, and what should become of each where nobody says it."""
 
+import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
 
-from shadowsync.data.fitting import TrainingRows, value_type
-from shadowsync.data.values import form_of
+from shadowsync.data.fitting import TrainingRows
+from shadowsync.data.values import form_of, is_list, value_type
 from shadowsync.errors import DataError
 
 LOOKED_AT = 500_000
@@ -20,7 +21,6 @@ _WORDS = 10_000  # texts of at most so many values make a vocabulary
 _SHARE_OF_ROWS = 0.95  # with more values than this share of the rows, hardly any comes again
 _FEW_ROWS = 1_000
 _DATES = 20
-_LABEL = "label"
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Look:
     distinct: int | None
     low: object
     high: object
-    becomes: dict[str, Any] | None = None
-    why: str = ""
+    becomes: dict[str, Any] | None
+    why: str
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ def look(source: TrainingRows, label: str | None) -> Looks:
             f"{str(error).splitlines()[0]}; declare them (data.columns)"
         ) from error
     label = _label(types, label)
-    found = []
-    for one in (_look(frame[name]) for name in types):
-        meaning = _meaning(one, label)
-        found.append(replace(one, **({"why": meaning} if isinstance(meaning, str) else {"becomes": meaning})))
-    return Looks(tuple(found), label, source.rows, len(frame))
+    return Looks(tuple(_look(frame[name], label) for name in types), label, source.rows, len(frame))
 
 
 def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
@@ -109,13 +105,10 @@ def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
         )
     # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
     given = {**source, "label": looks.label}
-    lines = ["data:", *(f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in given.items())]
-    columns = [f"    {_json(name)}: {_json(becomes)}" for name, becomes in looks.declared.items()]
-    return "\n".join([*lines, "  columns:", *columns]) + "\n"
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    shown = functools.partial(json.dumps, ensure_ascii=False)
+    lines = [f"  {key}: {shown(value)}" for key, value in given.items()]
+    columns = [f"    {shown(name)}: {shown(becomes)}" for name, becomes in looks.declared.items()]
+    return "\n".join(["data:", *lines, "  columns:", *columns]) + "\n"
 
 
 def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:
@@ -132,44 +125,36 @@ def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:
     return usual
 
 
-def _look(column: pl.Series) -> Look:
+def _look(column: pl.Series, label: str) -> Look:
     kind = value_type(column.dtype)
-    listed = kind is not column.dtype
-    values = column.explode() if listed else column
+    values = column.explode() if is_list(column.dtype) else column
     told = form_of(kind) is not None and not kind.is_nested()
     given = values.drop_nulls() if told else values.clear()
     given = given.drop_nans() if kind.is_float() else given
     ordered = len(given) > 0 and kind not in (pl.Categorical, pl.Enum)
-    return Look(
-        name=column.name,
-        type=column.dtype,
-        rows=len(column),
-        nulls=column.null_count(),
-        distinct=int(pl.select(pl.lit(given).approx_n_unique()).item()) if len(given) else 0 if told else None,
-        low=given.min() if ordered else None,
-        high=given.max() if ordered else None,
-    )
+    distinct = int(pl.select(pl.lit(given).approx_n_unique()).item()) if len(given) else 0 if told else None
+    low, high = (given.min(), given.max()) if ordered else (None, None)
+    meaning = "label" if column.name == label else _meaning(column, distinct)
+    becomes, why = (None, meaning) if isinstance(meaning, str) else (meaning, "")
+    return Look(column.name, column.dtype, len(column), column.null_count(), distinct, low, high, becomes, why)
 
 
-def _meaning(found: Look, label: str) -> dict[str, Any] | str:
+def _meaning(column: pl.Series, distinct: int | None) -> dict[str, Any] | str:
     """As `data.columns` declares it, or why it is left out."""
-    kind = value_type(found.type)
-    listed = kind is not found.type
-    if found.name == label:
-        return _LABEL
-    if found.distinct is None:
-        return f"it holds {found.type}"
-    if found.distinct <= 1:
-        return "it is empty" if found.distinct == 0 else "it holds one value only"
+    kind, listed = value_type(column.dtype), is_list(column.dtype)
+    if distinct is None:
+        return f"it holds {column.dtype}"
+    if distinct <= 1:
+        return "it is empty" if distinct == 0 else "it holds one value only"
     if kind.is_float() or kind.is_decimal() or kind == pl.Duration:
         return "it holds lists of fractions" if listed else {"kind": "dense"}
     if kind.is_temporal():
         return {"kind": "buckets", "count": _DATES}
-    present = found.rows - found.nulls
-    if not listed and present >= _FEW_ROWS and found.distinct > _SHARE_OF_ROWS * present:
+    present = len(column) - column.null_count()
+    if not listed and present >= _FEW_ROWS and distinct > _SHARE_OF_ROWS * present:
         return "it holds another value in nearly every row"
-    few = found.distinct <= (_CODES if kind.is_integer() else _WORDS)
-    return {"kind": "vocabulary"} if few else {"kind": "hash", "rows": _round_up(2 * found.distinct)}
+    few = distinct <= (_CODES if kind.is_integer() else _WORDS)
+    return {"kind": "vocabulary"} if few else {"kind": "hash", "rows": _round_up(2 * distinct)}
 
 
 def _round_up(number: int) -> int:

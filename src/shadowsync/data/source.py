@@ -172,6 +172,11 @@ class Source(ABC):
 
     name: ClassVar[str]
 
+    def described(self) -> Mapping[str, Any] | None:
+        """What becomes of its columns, as `serving.Transforms` takes it, with the values of vocabularies; None: rows
+        are dense numbers and ids already."""
+        return None
+
     @abstractmethod
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
         """Opens the training or the test rows; None if this source has no test rows. Raises `DataError` for a file that

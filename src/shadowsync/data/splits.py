@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from shadowsync.config import DataConfig, SplitConfig
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions
-from shadowsync.data.hashing import Words, hash_strings, mix
 from shadowsync.data.source import Mark, OpenSource, Slice, Source, settled
 from shadowsync.data.tables import OpenTable, some_of
-from shadowsync.data.values import Mask
+from shadowsync.data.values import hash_strings
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.serving import Mask, Words, mix
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")

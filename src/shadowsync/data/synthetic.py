@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.hashing import mix
 from shadowsync.data.source import BadRows, Feature, Mark, OpenSource, Schema, Slice, Source, mark_of_options
 from shadowsync.errors import ConfigError
+from shadowsync.serving import mix
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]

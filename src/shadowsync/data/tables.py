@@ -17,8 +17,8 @@ from shadowsync.data.files import File, FileOptions, FileRows, Problem, resolve
 from shadowsync.data.folders import Wanted, folder_columns, wanted_files
 from shadowsync.data.frame import TableOptions, batch_of, type_of
 from shadowsync.data.source import OpenSource, Slice, Source
-from shadowsync.data.values import Mask
 from shadowsync.errors import DataError
+from shadowsync.serving import Mask
 
 PIECE = 1 << 17
 """Rows of a piece of the data that is looked at before training."""

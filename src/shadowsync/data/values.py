@@ -1,22 +1,24 @@
-"""Cells of a column, whatever type they come as: as numbers, and as words of 64 bits that tell values apart.
+"""Values of a column of a table, whatever type they come as, in the forms that `serving` turns into numbers and ids.
 
 `L` values of a column, which are as many as its rows unless they come in lists.
 """
 
 import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from shadowsync.data.hashing import Words, hash_strings, mix
+from shadowsync.serving import DAY_US, NOTHING, Cells, Ids, Known, Mask, Words, hash_texts, mix
 
-Mask = NDArray[np.bool_]
+pa: Any = pyarrow  # has no types
 
-NOTHING = "nothing"
-"""The form of values that are all missing."""
-_DAY_US = 86_400_000_000
 _LONG = ("Int128", "UInt128")
 
 
@@ -33,19 +35,31 @@ def form_of(kind: pl.DataType) -> str | None:
     return str(kind.base_type()).lower() if kind.is_temporal() else None
 
 
+def is_list(kind: pl.DataType) -> bool:
+    """Whether cells are lists of values."""
+    return isinstance(kind, pl.List | pl.Array)
+
+
+def value_type(kind: pl.DataType) -> pl.DataType:
+    """Of the values of a column, which may come in lists."""
+    inner = kind.inner if isinstance(kind, pl.List | pl.Array) else kind
+    assert isinstance(inner, pl.DataType)
+    return inner
+
+
 def has_numbers(kind: pl.DataType) -> bool:
     """Whether `numbers` takes values of this type."""
     return kind.is_numeric() or kind.is_temporal() or kind in (pl.Boolean, pl.Null)
 
 
-def numbers(values: pl.Series) -> pl.Series:
-    """As float64, missing ones kept: of booleans 0 and 1, of dates, times and durations days, from 1970 on."""
+def numbers(values: pl.Series) -> NDArray[np.float64]:
+    """`[L]`, 0 where missing: of booleans 0 and 1, of dates, times and durations days, from 1970 on."""
     kind = values.dtype
     if not kind.is_temporal():
-        return values.cast(pl.Float64)
+        return as_numpy(values.cast(pl.Float64), 0)
     if kind == pl.Date:
-        return values.to_physical().cast(pl.Float64)
-    return microseconds(values).cast(pl.Float64) / _DAY_US
+        return as_numpy(values.to_physical().cast(pl.Float64), 0)
+    return as_numpy(microseconds(values).cast(pl.Float64), 0) / DAY_US  # polars divides by multiplying, not as exactly
 
 
 def microseconds(values: pl.Series) -> pl.Series:
@@ -63,7 +77,7 @@ def texts(values: pl.Series) -> pl.Series:
     return strings
 
 
-def integers(values: pl.Series) -> NDArray[np.int64]:
+def integers(values: pl.Series) -> Ids:
     """`[L]`, 0 where missing; those beyond int64 by the same 64 bits, floats without their fraction."""
     if values.dtype.is_float():
         values = values.cast(pl.Int64, strict=False)
@@ -81,44 +95,92 @@ def words(values: pl.Series) -> Words:
     return mix(integers(values).view(np.uint64))
 
 
+def hash_strings(strings: pl.Series) -> Words:
+    """One word per string, from its UTF-8 bytes; a missing string counts as empty."""
+    given = strings.fill_null("") if strings.null_count() else strings
+    array = given.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()).cast(pa.large_binary())
+    _, offsets, data = array.buffers()
+    edges = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
+    text = np.zeros(edges[-1] + 8, dtype=np.uint8)
+    if data is not None:
+        text[: edges[-1]] = np.frombuffer(data, dtype=np.uint8, count=edges[-1])
+    return hash_texts(text, edges)
+
+
 def as_numpy(values: pl.Series, missing: float) -> NDArray[Any]:
     """With `missing` for those that are; filling takes polars a tenth of a millisecond, also where there are none."""
     return (values.fill_null(missing) if values.null_count() else values).to_numpy()
 
 
-class Cells:
-    """A column of `B` rows: its values one after the other, and how many each row has.
+class SeriesCells(Cells):
+    """A column of a data frame. A missing list is an empty one; `for_ids`, NaN is missing."""
 
-    Attributes:
-        flat: the values `[L]`; what is no number among floats is missing, and of a column of nulls all are.
-        counts: int64 `[B]`; a missing list is an empty one.
-    """
-
-    def __init__(self, column: pl.Series) -> None:
-        kind = column.dtype
-        if isinstance(kind, pl.Array):
+    def __init__(self, column: pl.Series, for_ids: bool = True) -> None:
+        self.rows, self.flat, self.counts = column, column, None
+        if isinstance(column.dtype, pl.Array):
             column = column.arr.to_list()
-        if isinstance(kind, pl.List | pl.Array):
+        if is_list(column.dtype):
             self.counts = column.list.len().fill_null(0).to_numpy().astype(np.int64)
-            flat = column.filter(pl.Series(self.counts > 0)).explode()
-        else:
-            flat, self.counts = column, np.ones(len(column), dtype=np.int64)
-        if flat.dtype == pl.Null:
-            flat = flat.cast(pl.Int64)
-        self.flat = flat.fill_nan(None) if flat.dtype.is_float() else flat
+            self.flat = column.filter(pl.Series(self.counts > 0)).explode()
+        if self.flat.dtype == pl.Null:
+            self.flat = self.flat.cast(pl.Int64)
+        if for_ids and self.flat.dtype.is_float():
+            self.flat = self.flat.fill_nan(None)
+        self.missing = self.flat.is_null().to_numpy() if self.flat.null_count() else None
 
     @functools.cached_property
     def words(self) -> Words:
-        """As the function; not to be changed."""
         return words(self.flat)
 
     @functools.cached_property
-    def missing(self) -> Mask | None:
-        """Which values are, `[L]`; None if none is."""
-        return self.flat.is_null().to_numpy() if self.flat.null_count() else None
+    def integers(self) -> Ids:
+        return integers(self.flat)
 
-    def rows_with(self, flags: Mask) -> Mask:
-        """Which rows have a flag among their values, `[B]`."""
-        found = np.zeros(len(self.counts), dtype=np.bool_)
-        found[np.repeat(np.arange(len(self.counts)), self.counts)[flags]] = True
-        return found
+    @functools.cached_property
+    def numbers(self) -> NDArray[np.float64]:
+        return numbers(self.flat)
+
+    @functools.cached_property
+    def floats(self) -> NDArray[np.float32]:
+        exact = self.flat.dtype.is_temporal() or self.flat.dtype.is_decimal()
+        return self.numbers.astype(np.float32) if exact else as_numpy(self.flat.cast(pl.Float32), 0)
+
+    @functools.cached_property
+    def fractions(self) -> Mask | None:
+        if not self.flat.dtype.is_float():
+            return None
+        given = self.flat.fill_null(0).cast(pl.Float64)
+        whole = given.cast(pl.Int64, strict=False).cast(pl.Float64) == given
+        found: Mask = ~whole.fill_null(False).to_numpy()
+        return found if found.any() else None
+
+
+class Values:
+    """The `V` values of a vocabulary, in the order of their ids: text, or whole numbers."""
+
+    def __init__(self, values: pl.Series) -> None:
+        self.values, self.known = values, Known(words(values))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a checkpoint keeps them: whole numbers, or the bytes of all texts and where each ends."""
+        if self.values.dtype != pl.String:
+            return {"numbers": torch.from_numpy(integers(self.values).copy())}
+        ends = self.values.str.len_bytes().cast(pl.Int64).cum_sum().to_torch()
+        text = "".join(self.values.to_list()).encode()
+        return {"text": torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8), "ends": ends}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Values":
+        """The inverse of `tensors`; `ValueError` if they are none of a vocabulary."""
+        if tensors.keys() == {"numbers"}:
+            return cls(pl.Series(tensors["numbers"].numpy(), dtype=pl.Int64))
+        if tensors.keys() != {"text", "ends"}:
+            raise ValueError(f"it has {', '.join(tensors) or 'nothing'}")
+        ends, text = [0, *tensors["ends"].tolist()], tensors["text"].numpy().tobytes()
+        if ends != sorted(ends) or ends[-1] > len(text):
+            raise ValueError("its texts end before they begin")
+        found = [text[start:end].decode() for start, end in itertools.pairwise(ends)]
+        return cls(pl.Series(found, dtype=pl.String))

@@ -172,9 +172,9 @@ class LeaseBook:
 
     @property
     def remaining(self) -> int:
-        """Rows before the barrier, or else of all epochs, that are neither trained nor skipped."""
-        end = self._passes * self._rows if self.barrier is None else self.barrier
-        return end - self.passed
+        """Rows of all epochs, as far as the barrier if there is one, that are neither trained nor skipped."""
+        end = self._passes * self._rows
+        return (end if self.barrier is None else min(end, self.barrier)) - self.passed
 
     @property
     def at_barrier(self) -> bool:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Processes that a test starts load what was compiled before them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick test older capped lint types docs clean
+.PHONY: train quick test older capped lint types docs site clean
 
 # What depends on the processor's instructions: products and kernels, codecs, models, rows, exactness of whole jobs.
 OLDER := tests/training tests/compression tests/models tests/embedding tests/job/test_exactness.py \
@@ -42,6 +42,10 @@ types: $(STAMP)  ## Checks types.
 
 docs: $(STAMP)  ## Writes the configuration reference from the schema.
 	@$(BIN)/python docs/make_configuration.py
+
+site: $(STAMP)  ## Builds the docs as a site in build/site; whatever is odd about it is an error.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site: build/site/index.html"
 
 clean:  ## Removes the virtual environment and caches; keeps runs/.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

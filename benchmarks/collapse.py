@@ -197,7 +197,7 @@ class PlainLoop:
         self.model.eval()
         activity = UnitActivity(self.model.dense_part)
         with torch.inference_mode():
-            logits, labels = score(self.model, self.test, activity)
+            logits, labels, _ = score(self.model, self.test, activity)
         measured = evaluate_scores(logits, labels)
         return {
             "auc": measured.auc,

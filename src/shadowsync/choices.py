@@ -1,18 +1,20 @@
 """The members that a configuration chooses, built and checked before anything starts."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
 from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, TrainConfig, merge, parse
+from shadowsync.data.labels import Task
 from shadowsync.data.source import Source
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage, storage_class
 from shadowsync.errors import ConfigError
+from shadowsync.metrics.named import wanted
 from shadowsync.models.model import ModelSpec
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
 from shadowsync.registry import build, choose, members, option_names, split_options
@@ -94,9 +96,11 @@ def choose_all(config: Config, own_model: bool) -> Choices:
         failures.check_roles(_most_roles(config, method))
     optimizer = choose("train.optimizer", config.train.optimizer, "shadowsync.training", DenseOptimizer)
     chosen = _chosen_members(config)
+    source = _built("data", config, chosen)[0]
+    wanted(config.train, source.tasks)
     return Choices(
-        source=_built("data", config, chosen)[0],
-        model=None if own_model else _built("model", config, chosen)[0],
+        source=source,
+        model=None if own_model else _answering(_built("model", config, chosen)[0], source.tasks),
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,
@@ -238,6 +242,16 @@ def _built(section: str, config: Config, chosen: Mapping[str, Mapping[str, type[
     """The members chosen in a section, each with its options."""
     options = split_options(section, getattr(config, section).options, chosen[section], _own_keys(section))
     return [build(member, own, section) for member, own in zip(chosen[section].values(), options, strict=True)]
+
+
+def _answering(model: Any, tasks: Sequence[Task]) -> ModelSpec:
+    """The model for so many labels; raises `ConfigError` if it answers one only."""
+    if len(tasks) > 1 and not model.several:
+        raise ConfigError(
+            f"data.labels names {len(tasks)} labels and model.name={model.name} gives one logit: set model.name=mmoe, "
+            f"bring a module of your own that returns [B, {len(tasks)}], or name one label"
+        )
+    return cast("ModelSpec", replace(model, tasks=len(tasks)) if model.several else model)
 
 
 def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:

@@ -341,10 +341,17 @@ class TrainConfig(Section):
         description="training rows between validations on the rows of data.valid, or epoch; more costs less time. null "
         "is epoch where there is data.valid",
     )
-    best_by: Literal["auc", "ne", "logloss"] = Field(
+    measures: tuple[str, ...] = Field(
+        (),
+        description="measured on validation and test rows beside AUC, NE, log loss and calibration: gauc(COLUMN), "
+        "ndcg@K(COLUMN), pr_auc, rmse, mae, poisson_deviance, and metrics of torchmetrics as package.module:Class",
+    )
+    best_by: str = Field(
         "auc",
+        min_length=1,
         description="measure of the validation that says which checkpoint is the best: that is kept beside train.keep, "
-        "tested and exported",
+        "tested and exported: auc, ne, logloss or one as of measures, behind LABEL/ if not of the first label. "
+        "Left out, ne where that is no click",
     )
     min_delta: float = Field(
         0.0, ge=0, description="a validation is better by more than this; more ends training sooner"

@@ -2,7 +2,7 @@
 
     model = torch.export.load("model.pt2").module()
     answer = model(dense, values, offsets)          # a model trained with weights also takes weights
-    answer["probabilities"], answer["logits"]       # float32 [B] each
+    answer["probabilities"], answer["logits"]       # float32 [B] each; of other labels see `answered`
 
 Inputs are those of a batch: `dense` float32 `[B, N]`; `values` int64 `[L]`, the ids of all samples of feature 0, then
 of feature 1 …; `offsets` int64 `[F * B + 1]`, where bag `f * B + b` begins in `values`, and `L` at the end; `weights`
@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shadowsync.data.batch import Jagged
+from shadowsync.data.labels import ONE_CLICK, Task, answers
 from shadowsync.data.source import Schema
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
@@ -53,7 +54,8 @@ class ExportSpec:
     Rows are kept in tensors of at most `chunk_bytes`, because torch copies a tensor to write it: more costs memory
     while the file is written, less costs time when it is used.
     `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what becomes of the
-    data's columns, as `serving.Transforms` takes it; `several` are the features of which a row has any number of ids.
+    data's columns, as `serving.Transforms` takes it; `several` are the features of which a row has any number of ids,
+    `tasks` what the logits are of.
     """
 
     tables: Sequence[Table]
@@ -64,6 +66,7 @@ class ExportSpec:
     schema: Schema | None = None
     columns: Mapping[str, Any] | None = None
     several: Collection[str] | None = None
+    tasks: Sequence[Task] = ONE_CLICK
 
     @property
     def table_of(self) -> dict[str, Table]:
@@ -95,6 +98,7 @@ class ExportSpec:
             "dense": list(self.dense),
             "features": features,
             "weighted": self.weighted,
+            "labels": [{"name": task.name, "loss": task.kind} for task in self.tasks],
         }
 
 
@@ -230,18 +234,18 @@ def _sums(rows: Tensor, ids: Tensor, offsets: Tensor, weights: Tensor | None) ->
 class Predictor(nn.Module):
     """Tables and dense part as one module, in the form that is written."""
 
-    def __init__(self, tables: PooledTables, module: nn.Module) -> None:
+    def __init__(self, tables: PooledTables, module: nn.Module, tasks: Sequence[Task]) -> None:
         super().__init__()
         self.tables = tables
         self.module = module
+        self.tasks = tuple(tasks)
 
     def forward(
         self, dense: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Float32 `[B]` each: `probabilities` and `logits`."""
+        """As `answered`."""
         embeddings = self.tables(dense.shape[0], values, offsets, weights)
-        logits = self.module(dense, embeddings).to(torch.float32)
-        return {"probabilities": torch.sigmoid(logits), "logits": logits}
+        return answered(self.tasks, self.module(dense, embeddings))
 
 
 class WholePredictor(nn.Module):
@@ -251,6 +255,7 @@ class WholePredictor(nn.Module):
         super().__init__()
         self.module = wrapped.unwrapped(rows)
         self._logits = wrapped.logits
+        self.tasks = tuple(spec.tasks)
         self.singles = [position for position, (_, several) in enumerate(spec.ids) if not several]
         self.features = len(spec.features)
 
@@ -261,8 +266,23 @@ class WholePredictor(nn.Module):
         if self.singles:
             lengths = offsets.diff().view(self.features, samples)[self.singles]
             torch._assert_async((lengths == 1).all(), "a feature with one id per sample has another number of them")
-        logits = self._logits(self.module, dense, Jagged(values, offsets, weights, self.features, samples))
-        return {"probabilities": torch.sigmoid(logits), "logits": logits.to(torch.float32)}
+        ids = Jagged(values, offsets, weights, self.features, samples)
+        return answered(self.tasks, self._logits(self.module, dense, ids))
+
+
+def answered(tasks: Sequence[Task], logits: Tensor) -> dict[str, Tensor]:
+    """Float32 `probabilities` and `logits`, `[B]` each; of other labels than one click `predictions` and `logits`,
+    `[B]` or `[B, T]`, and what `labels.answers` has of each."""
+    logits = logits.to(torch.float32)
+    if len(tasks) == 1 and tasks[0].clicks:
+        return {"probabilities": torch.sigmoid(logits), "logits": logits}
+    found = answers(tasks, logits)
+    predictions = [each for name, each in found.items() if not name.endswith("logit")]
+    return {
+        **found,
+        "predictions": torch.stack(predictions, dim=1) if logits.dim() > 1 else predictions[0],
+        "logits": logits,
+    }
 
 
 def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, int], Tensor], out: Path | str) -> None:
@@ -293,7 +313,7 @@ def export_model(module: nn.Module, spec: ExportSpec, rows: Callable[[str, int, 
         for child in plain.modules():
             if type(child) in _PLAIN:
                 child.__class__ = _PLAIN[type(child)]
-        predictor = (whole or Predictor(PooledTables(spec, rows), plain)).eval()
+        predictor = (whole or Predictor(PooledTables(spec, rows), plain, spec.tasks)).eval()
         program = _trace(predictor, spec)
         _check_same(predictor, program, spec)
     _write(program, spec, path)
@@ -339,7 +359,8 @@ def _check_same(predictor: nn.Module, program: torch.export.ExportedProgram, spe
         inputs = _example(spec, samples)
         wanted = predictor(*inputs)["logits"]
         try:
-            same = wanted.shape == (samples,) and torch.allclose(exported(*inputs)["logits"], wanted, 1e-5, 1e-6)
+            shape = (samples,) if len(spec.tasks) == 1 else (samples, len(spec.tasks))
+            same = wanted.shape == shape and torch.allclose(exported(*inputs)["logits"], wanted, 1e-5, 1e-6)
         except Exception as error:  # as above
             raise ConfigError(
                 f"the exported model fails for a batch of {samples} ({_reason(error)}): its forward must take any "
@@ -348,7 +369,7 @@ def _check_same(predictor: nn.Module, program: torch.export.ExportedProgram, spe
         if not same:
             raise ConfigError(
                 f"the exported model does not compute what the model does for a batch of {samples}: its forward must "
-                "return logits [B], depend on nothing but its inputs, and take any batch size"
+                "return logits [B], of T labels [B, T], depend on nothing but its inputs, and take any batch size"
             )
 
 

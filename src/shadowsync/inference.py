@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +19,7 @@ from shadowsync.choices import Choices, as_trained, choose_all
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions, FileRows, large_columns
+from shadowsync.data.labels import Task, answers
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
@@ -32,7 +32,8 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, Shard, Table, widths
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
-from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.measuring import Measuring
+from shadowsync.metrics.quality import Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
@@ -48,7 +49,7 @@ LOADED_ROWS = 1 << 20
 """Read from a checkpoint at once."""
 
 Logits = Callable[[Batch], Tensor]
-"""Gives float32 `[B]`."""
+"""Gives float32 `[B]`, or `[B, T]` of several tasks."""
 
 
 def predictor(replica: Replica, embeddings: EmbeddingClient) -> Logits:
@@ -62,10 +63,8 @@ def predictor(replica: Replica, embeddings: EmbeddingClient) -> Logits:
     return logits
 
 
-def predictions(
-    predict: Logits, source: OpenSource, activity: UnitActivity | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels, `[B]` each, batch by batch in the order of the rows.
+def predictions(predict: Logits, source: OpenSource, activity: UnitActivity | None = None) -> Iterator[Scored]:
+    """What the model says of the rows, batch by batch in their order.
 
     `activity` is of the module that predicts; it notes what its units do on about `WATCHED_ROWS` of them.
     """
@@ -73,13 +72,12 @@ def predictions(
     for number, batch in enumerate(batches(source, BATCH_SIZE)):
         with contextlib.nullcontext() if activity is None or number % every else activity.watching(len(batch)):
             logits = predict(batch)
-        yield logits, batch.labels
+        yield Scored(logits, batch.labels, batch.weights)
 
 
-def score(predict: Logits, source: OpenSource, activity: UnitActivity | None = None) -> tuple[Tensor, Tensor]:
-    """As `predictions`, of all rows that can be used, `[T]` each, in their order."""
-    pairs = list(predictions(predict, source, activity)) or [(torch.empty(0), torch.empty(0))]
-    return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
+def score(predict: Logits, source: OpenSource, activity: UnitActivity | None = None) -> Scored:
+    """As `predictions`, of all rows that can be used."""
+    return Scored.join(list(predictions(predict, source, activity)))
 
 
 class Trained:
@@ -182,7 +180,7 @@ class Trained:
         source: Any = self.choices.source
         source = source.at(data) if isinstance(source, FileOptions) else parquet_of(self.schema, data)
         if isinstance(source, TableSource) and not labelled:
-            source = dataclasses.replace(source, label=None)
+            source = source.unlabelled()
         return cast("Source", source)
 
     def evaluate(self, data: Path | str | None = None) -> TestMetrics:
@@ -192,7 +190,8 @@ class Trained:
             raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
         with contextlib.closing(opened):
             unscaled = large_columns(whole(opened))
-            measured = evaluate_scores(*score(self._predict, opened))
+            measuring = Measuring(self.config, self.choices.source.tasks, opened)
+            measured = measuring.of(score(self._predict, opened))
             if not measured.samples:
                 raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
         bad = left_out(opened.rows - measured.samples, opened.rows, "rows")
@@ -200,7 +199,7 @@ class Trained:
         return measured
 
     def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:
-        """Writes `probability` and `logit` of each row, in the rows' order; returns how many.
+        """Writes `probability` and `logit` of each row (see `labels.answers`), in the rows' order; returns how many.
 
         The rows may be without labels; `out` is parquet or CSV as its name ends. Before the two the columns of the rows
         that `keep` names are written as they are.
@@ -219,10 +218,11 @@ class Trained:
             stack.callback(opened.close)
             _keep_data(opened, out)
             self._remark(large_columns(whole(opened)))
-            columns = _columns_to_keep(opened, keep, out)
+            tasks = self.choices.source.tasks
+            columns = _columns_to_keep(opened, keep, out, tasks)
             write = stack.enter_context(writing_table(out))
-            for logits, _ in predictions(self._predict, opened):
-                table = pl.DataFrame({"probability": logits.sigmoid().numpy(), "logit": logits.numpy()})
+            for logits, *_ in predictions(self._predict, opened):
+                table = pl.DataFrame({name: one.numpy() for name, one in answers(tasks, logits).items()})
                 write(table if columns is None else columns.take(len(logits)).hstack(table))
                 count += len(logits)
         return count
@@ -239,7 +239,14 @@ class Trained:
         several = [feature.name for feature in self.schema.features if feature.multi_hot]
         columns = self.choices.source.described()
         spec = ExportSpec(
-            self.tables, features, self.schema.dense, weighted, schema=looked_up, columns=columns, several=several
+            self.tables,
+            features,
+            self.schema.dense,
+            weighted,
+            schema=looked_up,
+            columns=columns,
+            several=several,
+            tasks=self.choices.source.tasks,
         )
         export_model(self.module, spec, self._rows, Path(out))
 
@@ -291,14 +298,14 @@ def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:
             server.load([Rows(table, start, rows)], partial=True)
 
 
-def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path) -> Columns | None:
+def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path, tasks: Sequence[Task]) -> Columns | None:
     """What reads them beside the rows; refuses those that cannot be written."""
     if not keep:
         return None
     if not isinstance(source, OpenTable):
         raise ConfigError(f"--keep {keep[0]}: only rows of a table have named columns to keep; leave it out")
     for name in keep:
-        if name in ("probability", "logit"):
+        if name in answers(tasks, torch.empty(0, len(tasks))):
             raise ConfigError(f"--keep {name}: predictions have a column of that name; rename it in the rows")
     columns = Columns(source, list(dict.fromkeys(keep)))
     for name, kind in columns.types.items():
@@ -332,6 +339,7 @@ def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     """`shadowsync data`: writes a source's training rows, and its other rows beside them; says how to read them."""
     config = load(None, [f"data.name={name}", *overrides])
     config, choices = prepared(config, choose_all(config, own_model=False), None, lambda _: None)
+    tasks = choices.source.tasks
     parts = open_parts(choices.source, config.data, *PARTS)
     if "train" not in parts:
         raise DataError(f"data.name={name} has no training rows")
@@ -339,11 +347,11 @@ def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     for place in places.values():
         for source in parts.values():
             _keep_data(whole(source), place)
-    lines = [write_parquet(parts["train"], out).rstrip()]
+    lines = [write_parquet(parts["train"], out, tasks).rstrip()]
     if "test" in parts:
-        write_parquet(parts["test"], places["test"])
+        write_parquet(parts["test"], places["test"], tasks)
         lines.append(f"  test_path: {places['test']}")
     if "valid" in parts:
-        write_parquet(parts["valid"], places["valid"])
+        write_parquet(parts["valid"], places["valid"], tasks)
         lines.append(f"  valid: {{path: {places['valid']}}}")
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from shadowsync.aggregation.aggregator import Switch
 from shadowsync.aggregation.counts import untold
@@ -28,6 +28,7 @@ from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, SplitConfig, load, merge, parse, read_given, with_data, with_written
 from shadowsync.data.files import large_columns, largest_column
+from shadowsync.data.labels import Loss
 from shadowsync.data.leases import Position
 from shadowsync.data.source import OpenSource, settled
 from shadowsync.data.splits import PARTS, open_parts, whole
@@ -43,10 +44,11 @@ from shadowsync.errors import (
     ShadowSyncError,
 )
 from shadowsync.inference import predictor, score
+from shadowsync.measuring import Measuring
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.memory.shared import can_share
 from shadowsync.metrics.history import About, Frame
-from shadowsync.metrics.quality import EXTREME_NATS, TestMetrics, evaluate_scores
+from shadowsync.metrics.quality import EXTREME_NATS, Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.models.wrapping import check_called
 from shadowsync.places import advice, as_stored, local_path, unfollowed, without
@@ -75,6 +77,7 @@ from shadowsync.runtime.control import Unsendable, packed
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Runtime
 from shadowsync.sections import make_result
+from shadowsync.training.losses import own_losses
 from shadowsync.training.replica import Replica
 from shadowsync.validation import Validation
 
@@ -113,6 +116,8 @@ class Job:
         data: the training rows, if no files hold them that the configuration names: a table of polars, pandas, pyarrow
             or Hugging Face, a dict of columns, or an iterable of those. They are kept in `out` and read from there.
         test_data: the test rows, likewise.
+        loss: in place of the configured one, a function of logits `[B]` and labels `[B]` to the loss of each sample;
+            of several labels a map of such functions by label.
 
     Raises:
         ConfigError: something is unknown or out of range; nothing was started.
@@ -129,6 +134,7 @@ class Job:
         failures: Callable[[int, int], None] = no_failures,
         data: object = None,
         test_data: object = None,
+        loss: Loss | Mapping[str, Loss] | None = None,
     ) -> None:
         self.resume = Path(resume) if resume is not None else None
         self.out = Path(out) if out is not None else self.resume or new_folder()
@@ -138,10 +144,11 @@ class Job:
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
         check_called(model)
         asked = with_kept_rows(asked, self._given, self.out, self.resume)
-        self.own = Own(model, tables, failures)
+        self.own = Own(model, tables, failures, loss)
         runtime, self.why_there = where_roles_run(asked, self.own)
         self.config = with_runtime(asked, runtime)
         self.choices = choose_all(self.config, own_model=model is not None)
+        own_losses(self.choices.source.tasks, loss)
 
     def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
@@ -278,12 +285,15 @@ class _Run:
             self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
             _check_split(self.saved, self.config)
             _check_measure(self.saved, self.config)
+            _check_losses(self.saved, self.choices, job.own)
         self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
         train, valid, test = open_sources(self.config, self.choices)
         self.config, self.choices = _settled(self.config, self.choices, whole(train))
         for source in (train, valid, test):
             if source is not None:
                 stack.callback(source.close)
+        tasks = self.choices.source.tasks
+        self.measuring = None if test is None else Measuring(self.config, tasks, test)
         # of more or fewer rows the reader has its own to say
         if self.saved is not None and Position.of(self.saved.position).book.rows == train.rows:
             match_data(self.saved.name, job_state(self.saved).data, train.marks(), self.config.data.accept)
@@ -608,21 +618,21 @@ class _Run:
         raise RunError(f"{why}, after {reader.trained} of {self.session.total_samples} samples; {saved}")
 
     def _evaluate(self) -> tuple[TestMetrics | None, Units | None]:
-        if (test := self.session.test_source) is None:
+        if (test := self.session.test_source) is None or self.measuring is None:
             return None, None
 
-        def scores() -> tuple[Tensor, Tensor, Units | None]:
+        def scores() -> tuple[Scored, Units | None]:
             best = self._best()
             replica = self.session.evaluation_replica() if best is None else self._replica_of(best)
             activity = UnitActivity(replica.module)
-            return *score(predictor(replica, self.session.predicting_client()), test, activity), activity.units()
+            return score(predictor(replica, self.session.predicting_client()), test, activity), activity.units()
 
-        logits, labels, units = self._unless_somebody_dies(scores)  # if a server does, from the last checkpoint
-        if not torch.isfinite(logits).all():
+        scored, units = self._unless_somebody_dies(scores)  # if a server does, from the last checkpoint
+        if not torch.isfinite(scored.logits).all():
             raise NonFiniteLoss(
                 "a test prediction is not finite: lower train.lr or embedding.lr, or set train.clip_norm=1"
             )
-        return (evaluate_scores(logits, labels) if len(logits) else None), units
+        return (self.measuring.of(scored) if len(scored.logits) else None), units
 
     def _best(self) -> str | None:
         """The checkpoint of the best state; None if that is the one at the end, or there is none."""
@@ -745,6 +755,15 @@ def _check_measure(saved: LoadedCheckpoint, config: Config) -> None:
         raise ConfigError(
             f"train.best_by={now}: {saved.name} knows its best validation by {was}, which cannot be compared: leave it "
             "as it was"
+        )
+
+
+def _check_losses(saved: LoadedCheckpoint, choices: Choices, own: Own) -> None:
+    """Raises `ConfigError` if labels would not be learnt by the functions of the user's own that they were."""
+    if missing := sorted({*job_state(saved).own_losses} - {*own_losses(choices.source.tasks, own.loss)}):
+        raise ConfigError(
+            f"{saved.name} was trained with a loss of your own for {', '.join(missing)}: go on from Python with "
+            "shadowsync.Job(config, loss=…, resume=…)"
         )
 
 

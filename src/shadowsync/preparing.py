@@ -45,8 +45,8 @@ def prepared(
         return config, replace(choices, source=_as_trained(saved, config, choices, own_model))
     if source.undeclared:
         with contextlib.closing(_opened(choices, config)) as opened:
-            looks = look(opened, source.label)
-        config = with_data(config, columns=looks.declared, label=looks.label)
+            looks = look(opened, source.label, source.answers)
+        config = with_data(config, columns=looks.declared, **({"label": looks.label} if looks.label else {}))
         choices = choose_all(config, own_model)
         source = choices.source
         assert isinstance(source, TableOptions)
@@ -97,7 +97,17 @@ def _as_trained(saved: LoadedCheckpoint, config: Config, choices: Choices, own_m
                     f"data.columns.{name}: {saved.name} was trained with {_told(was)}, this job declares "
                     f"{_told(kind)}: declare it as it was, or start anew"
                 )
+        if (was := _asked(before)) != (now := _asked(source)):
+            raise CheckpointError(
+                f"{saved.name} was trained on {was}, this job has {now}: give the same labels (data.labels)"
+            )
     return source.with_learnt(learnt)
+
+
+def _asked(source: TableOptions) -> str:
+    """The labels, of which a single one may be called otherwise in other rows."""
+    several = len(source.tasks) > 1
+    return ", ".join(f"{task.name} ({task.kind})" if several else f"one label of {task.kind}" for task in source.tasks)
 
 
 def _names(kinds: Kinds) -> Schema:
@@ -128,7 +138,7 @@ def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
             f"data.name={config.data.name} has columns of its own: inspect is for files of named columns, as parquet"
         )
     with contextlib.closing(_opened(choices, config)) as opened:
-        looks = look(opened, choices.source.label)
+        looks = look(opened, choices.source.label, choices.source.answers)
     given = config.data.model_dump(mode="json", exclude_unset=True)
     return _table(looks), yaml_of(looks, {key: value for key, value in given.items() if key not in _OF_COLUMNS})
 

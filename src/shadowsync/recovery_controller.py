@@ -82,6 +82,7 @@ def take_snapshot(
         trainers=len(image.trainers),
         layout=layout(session.template),
         own_model=session.choices.model is None,
+        own_losses=list(session.job.losses),
         pls=pls,
         aggregation=session.aggregation or AggregationState(),
         data=session.train_source.marks(),

@@ -12,9 +12,11 @@ import importlib
 import inspect
 import itertools
 import pkgutil
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pydantic
@@ -81,6 +83,25 @@ class MemberOf:
         if name not in (known := self.names()):
             raise ValueError(f"it is not known{nearest(name, known)}; allowed: {', '.join(known)}")
         return name
+
+
+def imported(key: str, path: str) -> Any:
+    """What `package.module:name` stands for, modules of the working directory too; `ConfigError` if there is none."""
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ConfigError(f"{key}={path} names nothing: write it as package.module:name")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise ConfigError(
+            f"{key}={path}: there is no module {error.name or module}: pip install {package}, or start where it is"
+        ) from error
+    if name not in vars(found):
+        raise ConfigError(f"{key}={path}: {module} has no {name}{nearest(name, vars(found))}")
+    return vars(found)[name]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

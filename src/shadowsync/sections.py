@@ -34,7 +34,7 @@ def make_result(
         test=_test(session, test),
         units=units,
         train=result.TrainSection(
-            ne_window=quality.ne_window, ne_lifetime=quality.lifetime.ne, auc=quality.auc, peak=quality.peak
+            ne_window=quality.ne_window, ne_lifetime=quality.ne_lifetime, auc=quality.auc, peak=quality.peak
         ),
         computing=_computing(session),
         throughput=result.ThroughputSection(

@@ -603,18 +603,19 @@ class Model:
         return found._replace(offsets=np.arange(len(found.values) + 1)) if found.offsets is None else found
 
     def score(self, rows: Mapping[str, Any]) -> NDArray[np.float32]:
-        """Probabilities, float32 `[B]`; raises as `prepare`."""
+        """Probabilities, float32 `[B]`, or predictions of other labels than one click, `[B]` or `[B, T]`; raises as
+        `prepare`."""
         return self.run(self.prepare(rows))
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Probabilities of prepared rows."""
+        """As `score`, of prepared rows."""
         import torch  # noqa: PLC0415 (preparing needs none)
 
         if not len(inputs.dense):
             return np.empty(0, dtype=np.float32)
         with torch.no_grad():
             answer = self._program(*(torch.from_numpy(each) for each in inputs if each is not None))
-        return np.asarray(answer["probabilities"])
+        return np.asarray(answer["probabilities" if "probabilities" in answer else "predictions"])
 
     def _cells(self, name: str, given: object, for_ids: bool) -> Given:
         cells = Given(name, given, self._listed.get(name, False) if for_ids else False)

@@ -13,12 +13,11 @@ from shadowsync.cluster.session import Session
 from shadowsync.data.source import OpenSource
 from shadowsync.errors import NonFiniteLoss
 from shadowsync.inference import predictions, predictor
-from shadowsync.metrics.quality import TestMetrics, evaluate_scores
+from shadowsync.measuring import Measuring
+from shadowsync.metrics.quality import Scored, TestMetrics
 from shadowsync.recovery_controller import RecoveryController
 from shadowsync.report.result import ValidationSection
 from shadowsync.training.course import Judge
-
-MEASURES = ("auc", "ne", "logloss", "calibration")
 
 
 class Validation:
@@ -37,8 +36,10 @@ class Validation:
         self, session: Session, keeping: RecoveryController, rows: OpenSource, tell: Callable[[str], object]
     ) -> None:
         train = session.config.train
+        self._measuring = Measuring(session.config, session.choices.source.tasks, rows)
+        by = self._measuring.wanted
         self._judge = Judge(
-            train.best_by, train.min_delta, train.patience, train.plateau_patience, train.plateau_factor
+            by.best_by, train.min_delta, train.patience, train.plateau_patience, train.plateau_factor, by.higher
         )
         self._session, self._keeping, self._rows, self._tell = session, keeping, rows, tell
         self._told_of_labels = False
@@ -87,9 +88,8 @@ class Validation:
         measured = self._measured(broken_off)
         if measured is None:
             return False
-        measures = {name: getattr(measured, name) for name in MEASURES}
         samples = session.reader.trained
-        session.course = self._judge.after(session.course, measures, samples, session.reader.leases.passed)
+        session.course = self._judge.after(session.course, measured.by_name(), samples, session.reader.leases.passed)
         if (undefined := measured.undefined("the validation rows")) is not None and not self._told_of_labels:
             self._told_of_labels = True
             self._tell(undefined)
@@ -99,17 +99,17 @@ class Validation:
         """Of the state as it is now; None if it was broken off."""
         predict = predictor(self._session.evaluation_replica(), self._session.predicting_client())
         found = []
-        for pair in predictions(predict, self._rows):
+        for part in predictions(predict, self._rows):
             if broken_off():
                 return None
-            found.append(pair)
-        logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else (torch.empty(0),) * 2
-        if not torch.isfinite(logits).all():
+            found.append(part)
+        scored = Scored.join(found)
+        if not torch.isfinite(scored.logits).all():
             raise NonFiniteLoss(
                 "a prediction on the validation rows is not finite: lower train.lr or embedding.lr, or set "
                 "train.clip_norm=1"
             )
-        return evaluate_scores(logits, labels)
+        return self._measuring.of(scored)
 
     def section(self) -> ValidationSection:
         """For result.json."""

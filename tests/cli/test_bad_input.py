@@ -150,7 +150,7 @@ CONFIGURATION: dict[str, Mistake] = {
     "too deep": Mistake(train("model.top=" + "[" * 5000), ["configuration"]),
     "too many digits": Mistake(train("train.batch_size=" + "9" * 6000), ["configuration"]),
     "a weight of rows": Mistake(
-        train("data.weight=price"), ["data.weight is not an option", "a row has no weight of its own", "data.weights={"]
+        train("data.weight=price"), ["data.dense names 'price'", "which is the weight (data.weight)"]
     ),
     "a word for a list": Mistake(train("data.dense=price"), ["data.dense=price", "a list, as [price]"]),
     "a map for a list": Mistake(train("data.dense={price: 1}"), ["data.dense={'price': 1}", "whole: data.dense=[a,b]"]),

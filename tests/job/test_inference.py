@@ -183,7 +183,7 @@ def test_kept_columns_stand_beside_the_predictions_of_their_rows(
 ) -> None:
     """Batches end in the midst of slices and at the ends of two files."""
     monkeypatch.setattr("shadowsync.inference.BATCH_SIZE", 7)
-    monkeypatch.setattr("shadowsync.data.reader._EVALUATION_ROWS", 21)
+    monkeypatch.setattr("shadowsync.data.reader.EVALUATION_ROWS", 21)
     rows = pl.read_parquet(data[1]).with_row_index("user_id").with_columns(pl.format("u{}", "user_id").alias("name"))
     place = f"memory://{tmp_path.name}-{ending}" if remote else str(tmp_path)
     for part, start, stop in (("a", 0, 50), ("b", 50, 120)):

@@ -21,6 +21,7 @@ from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.fm import Fm
 from shadowsync.models.interest import Dien, Din
+from shadowsync.models.mmoe import Mmoe
 from shadowsync.models.model import ModelSpec, SequenceInput
 from shadowsync.models.vectors import JaggedVectors, Pooled
 from shadowsync.models.wide_deep import WideDeep
@@ -52,6 +53,8 @@ SPECS = {
     "din with layer norm and dropout": Din(attention=(16,), deep=(8,), norm="layer", dropout=0.1),
     "dien": Dien(deep=(8,)),
     "dien with fewer steps": Dien(deep=(8,), steps=2),
+    "mmoe": Mmoe(experts=3, expert=(8,), top=(8,)),
+    "mmoe with batch norm and dropout": Mmoe(experts=2, expert=(8, 8), top=(), norm="batch", dropout=0.1),
 }
 
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -15,6 +15,7 @@ from shadowsync.models.dcn import Dcn
 from shadowsync.models.deepfm import DeepFm
 from shadowsync.models.dlrm import Dlrm
 from shadowsync.models.fm import Fm
+from shadowsync.models.mmoe import Mmoe
 from shadowsync.models.model import TowerSpec
 from shadowsync.models.vectors import Pooled
 from shadowsync.models.wide_deep import WideDeep
@@ -202,3 +203,28 @@ def test_dlrm(norm: str, dropout: float) -> None:
     products = [(vectors[i] * vectors[j]).sum(dim=1) for i in range(len(vectors)) for j in range(i)]
     top = run_tower(module.top, torch.cat([bottom, torch.stack(products, dim=1)], dim=1), norm)
     assert_equal(logits_of(module, pooled, case.dense), top[:, 0])
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+@each_tower
+def test_mmoe(norm: str, dropout: float, tasks: int) -> None:
+    """One task: a mixture of experts and one tower, whose logits are `[B]` as those of every other model."""
+    spec = Mmoe(experts=4, expert=(8, 6), top=(5,), norm=norm, dropout=dropout, tasks=tasks)
+    case, module = Case(DIM, lists=True), made(spec, DIM)
+    pooled = case.pooled()
+    inputs = torch.cat([case.dense, *pooled.values()], dim=1)
+    experts = [run_tower(expert, inputs, norm, last_relu=True) for expert in module.experts]
+    expected = []
+    for gate, tower in zip(module.gates, module.towers, strict=True):
+        scores = torch.exp(inputs @ gate.weight.T + gate.bias)
+        shares = scores / scores.sum(dim=1, keepdim=True)
+        mixed = sum((shares[:, i : i + 1] * expert for i, expert in enumerate(experts)), torch.zeros(1).double())
+        expected.append(run_tower(tower, mixed, norm)[:, 0])
+    assert len(expected) == tasks
+    assert_equal(logits_of(module, pooled, case.dense), expected[0] if tasks == 1 else torch.stack(expected, dim=1))
+
+
+def test_mmoe_of_one_expert_is_a_tower() -> None:
+    case, module = Case(DIM, lists=False), made(Mmoe(experts=1, expert=(8,), top=(5,)), DIM)
+    hidden = run_tower(module.experts[0], torch.cat([case.dense, *case.pooled().values()], dim=1), last_relu=True)
+    assert_equal(logits_of(module, case.pooled(), case.dense), run_tower(module.towers[0], hidden)[:, 0])

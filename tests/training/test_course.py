@@ -1,14 +1,12 @@
 """What follows from validations, without any training."""
 
-from typing import get_args
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shadowsync.config import TrainConfig
-from shadowsync.training.course import HIGHER_IS_BETTER, Course, Judge
+from shadowsync.metrics.named import PLAIN
+from shadowsync.training.course import Course, Judge
 
 
 def course_of(judge: Judge, values: list[float | None]) -> list[Course]:
@@ -22,13 +20,9 @@ def course_of(judge: Judge, values: list[float | None]) -> list[Course]:
 
 @pytest.mark.parametrize(("measure", "sign"), [("auc", 1), ("ne", -1), ("logloss", -1)])
 def test_each_measure_has_its_direction(measure: str, sign: int) -> None:
-    course = course_of(Judge(measure), [sign * value for value in (1.0, 3.0, 2.0)])[-1]
+    course = course_of(Judge(measure, higher=PLAIN[measure]), [sign * value for value in (1.0, 3.0, 2.0)])[-1]
     assert (course.best, course.best_samples, course.stale) == (sign * 3.0, 20, 1)
     assert (course.samples, course.passed, course.measures) == (30, 33, {measure: sign * 2.0})
-
-
-def test_all_measures_that_can_be_asked_for_are_known() -> None:
-    assert get_args(TrainConfig.model_fields["best_by"].annotation) == tuple(HIGHER_IS_BETTER)
 
 
 def test_patience_counts_validations_that_are_not_better_by_more_than_the_delta() -> None:
@@ -42,7 +36,7 @@ def test_patience_counts_validations_that_are_not_better_by_more_than_the_delta(
 
 
 def test_learning_rates_fall_on_a_plateau_and_again_after_as_long() -> None:
-    courses = course_of(Judge("ne", plateau_patience=2, plateau_factor=0.1), [1, 1, 1, 1, 1, 0.5, 1, 1])
+    courses = course_of(Judge("ne", higher=False, plateau_patience=2, plateau_factor=0.1), [1, 1, 1, 1, 1, 0.5, 1, 1])
     assert [course.scale for course in courses] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01, 0.01, 0.001])
 
 

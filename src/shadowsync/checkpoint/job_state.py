@@ -35,6 +35,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         layout: shape of each dense parameter, in their order.
         data: by what the training rows are known again; empty where that cannot be said, or an older version wrote it.
         columns: what was learnt of them; None where columns have no names, or an older version wrote it.
+        own_losses: labels that were learnt by functions of the user's own, which no configuration names.
     """
 
     recorder: dict[str, Any]
@@ -50,6 +51,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[Mark, ...] = ()
     course: Course = Course()
     columns: LearntState | None = None
+    own_losses: list[str] = []
 
 
 def job_state(saved: LoadedCheckpoint) -> JobState:

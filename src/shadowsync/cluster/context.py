@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -16,6 +16,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices
 from shadowsync.compression.wire import WireCounter
 from shadowsync.config import Config
+from shadowsync.data.labels import Loss
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import Schema
 from shadowsync.embedding.server import EmbeddingServer
@@ -27,6 +28,7 @@ from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
+from shadowsync.training.losses import objective
 from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica
 
@@ -44,11 +46,13 @@ class Own:
             configured one.
         tables: the tables, or None.
         failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
+        loss: in place of the configured one, or a map of such by label.
     """
 
     model: nn.Module | None = None
     tables: Sequence[Table] | None = None
     failures: Callable[[int, int], None] = no_failures
+    loss: Loss | Mapping[str, Loss] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class JobContext:
         warmup_samples, total_samples: of the job.
         model: the user's own module, or None; also None for roles without a dense part.
         failures: the script of deaths.
+        losses: in place of the configured ones, by label.
     """
 
     config: Config
@@ -73,6 +78,7 @@ class JobContext:
     total_samples: int
     model: nn.Module | None = field(repr=False)
     failures: Callable[[int, int], None] = field(repr=False)
+    losses: Mapping[str, Loss] = field(default_factory=dict, repr=False)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -82,7 +88,7 @@ class JobContext:
     @property
     def without_model(self) -> "JobContext":
         """For roles that need none."""
-        return replace(self, model=None, failures=no_failures)
+        return replace(self, model=None, failures=no_failures, losses={})
 
     @property
     def rates(self) -> Rates:
@@ -94,8 +100,9 @@ class JobContext:
         return prefetch(self.config, self.choices)
 
     def replica(self, module: nn.Module, memory: Tensor | None = None) -> Replica:
-        train = self.config.train
-        return Replica(module, self.choices.optimizer, widths(self.tables), train.device, memory, train.accumulate)
+        train, loss = self.config.train, objective(self.choices.source.tasks, self.losses)
+        dims, chosen = widths(self.tables), self.choices.optimizer
+        return Replica(module, chosen, dims, train.device, memory, train.accumulate, loss)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,16 @@ EVERY_S = 0.2
 UNDER_WAY = 4
 """Messages without an answer; beyond them batches are counted, but not measured."""
 MOST_TRAINERS = 1 << 16
+_CLICKS, _NUMBERS = (torch.float16, torch.uint8), (torch.float32, torch.float32)
 
 
 class RecordSender:
-    """A trainer's end: `record` costs a queue's append, a thread of its own sends."""
+    """A trainer's end: `record` costs a queue's append, a thread of its own sends. Labels are `clicks` or not."""
 
-    def __init__(self, connection: Connection, trainer: int, generation: int) -> None:
+    def __init__(self, connection: Connection, trainer: int, generation: int, clicks: bool = True) -> None:
         self._connection = connection
         self._about = trainer, generation
+        self._kinds = _CLICKS if clicks else _NUMBERS
         self._queue: deque[tuple[float, Tensor, Tensor]] = deque()  # of batches: when, logits, labels
         self._under_way: deque[Pending[None]] = deque()
         self._sending = threading.Lock()
@@ -65,7 +67,8 @@ class RecordSender:
             ages = torch.tensor([now - at for at, _, _ in steps])
             if len(self._under_way) < UNDER_WAY:
                 logits = torch.cat([logits.reshape(-1) for _, logits, _ in steps])
-                measured = logits.to(torch.float16), torch.cat([labels for *_, labels in steps]).to(torch.uint8)
+                labels = torch.cat([labels for *_, labels in steps])
+                measured = logits.to(self._kinds[0]), labels.to(self._kinds[1])
             told = later(self._connection, RecordTaker.records, *self._about, sizes, ages, measured)
             self._under_way.append(told)
 
@@ -92,8 +95,8 @@ class RecordTaker:
             generation: of the job's parts (see `session.Session`).
             sizes: samples of each batch, int32 `[n]`.
             ages: seconds since its end, float32 `[n]`.
-            measured: of all batches, or none, logits (float16 `[S]`, which moves NE by less than 0.0001) and labels
-                (uint8 `[S]`).
+            measured: of all batches, or none, logits and labels, `[S]` each: of clicks float16, which moves NE by less
+                than 0.0001, and uint8, of other labels float32.
 
         Raises:
             DataError: they do not fit each other.
@@ -120,8 +123,9 @@ def _checked(
     Raises:
         DataError: they do not fit each other, or what was measured.
     """
-    tensors, kinds = [sizes, ages, *(measured or ())], [torch.int32, torch.float32, torch.float16, torch.uint8]
-    fits = all(tensor.dtype == kind and tensor.dim() == 1 for tensor, kind in zip(tensors, kinds, strict=False))
+    tensors = [sizes, ages, *(measured or ())]
+    given, fixed = tuple(tensor.dtype for tensor in tensors), (torch.int32, torch.float32)
+    fits = given in (fixed, (*fixed, *_CLICKS), (*fixed, *_NUMBERS)) and all(tensor.dim() == 1 for tensor in tensors)
     if not fits or not 0 <= trainer < MOST_TRAINERS or len(sizes) != len(ages):
         raise DataError("records are sizes, ages and, if measured, logits and labels of a trainer's batches")
     samples: list[int] = sizes.tolist()

@@ -46,6 +46,7 @@ from shadowsync.runtime.runtime import LaunchRequest, Runtime, waiting_for
 from shadowsync.training.course import Course
 from shadowsync.training.gate import Gate
 from shadowsync.training.kernels import Computing
+from shadowsync.training.losses import own_losses
 from shadowsync.training.replica import Replica
 
 STATUS_S = 1.0
@@ -113,7 +114,8 @@ class Session:
         job = self.job = self._make_job(own)
         module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
         self.template = job.replica(module)
-        self.recorder = Recorder(self.config.train.trainers, self.config.report.window)
+        kind = choices.source.tasks[0].kind
+        self.recorder = Recorder(self.config.train.trainers, self.config.report.window, kind=kind)
         self.ended = threading.Event()
         self.events = EventLog()
         self.given_up: str | None = None
@@ -166,7 +168,8 @@ class Session:
         chosen = self.config.embedding.model_copy(update={"storage": self.choices.storage.name})
         config = self.config.model_copy(update={"embedding": chosen})
         rows, warmup = self.train_source.rows, self.warmup_samples
-        return JobContext(config, self.choices, self.schema, rows, self.tables, warmup, total, own.model, own.failures)
+        job = config, self.choices, self.schema, rows, self.tables, warmup, total
+        return JobContext(*job, own.model, own.failures, own_losses(self.choices.source.tasks, own.loss))
 
     def _make_manager(self, runtime: Runtime, spec: ClusterSpec, stack: ExitStack) -> ClusterManager:
         """The driver's own parts; `stack` ends them, the last one first."""

@@ -152,7 +152,9 @@ class TrainerPart(Imaged):
         self._leases = LeaseClient(driver, log, ahead=self._spec.job.choices.aggregation is None)
         parse = partial(later, self._connect("reader", 0, addresses.reader), Parser.parse)
         self._feed = Feed(self._spec.rank, self._leases, parse, self._spec.job.config.data.prefetch)
-        self._records = RecordSender(driver, self._spec.rank, self._spec.generation)
+        self._records = RecordSender(
+            driver, self._spec.rank, self._spec.generation, self._spec.job.choices.source.tasks[0].clicks
+        )
 
     def _connect(self, kind: str, index: int, address: str) -> Connection:
         """The connection to a role, the same one each time."""

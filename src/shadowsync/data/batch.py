@@ -118,30 +118,35 @@ class Batch:
     """Samples with their labels.
 
     Attributes:
-        labels: 0 or 1, float32 `[B]`.
+        labels: float32 `[B]`, or `[B, T]` of several tasks (see `labels`).
         dense: float32 `[B, N]`.
         ids: `F` features in the order of the source's schema.
+        weights: of the samples in the loss and in measures, float32 `[B]`; None for ones.
     """
 
     labels: Tensor
     dense: Tensor
     ids: Jagged
+    weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def narrow(self, start: int, stop: int) -> "Batch":
         """Samples `start … stop − 1`."""
-        return Batch(self.labels[start:stop], self.dense[start:stop], self.ids.narrow(start, stop))
+        weights = None if self.weights is None else self.weights[start:stop]
+        return Batch(self.labels[start:stop], self.dense[start:stop], self.ids.narrow(start, stop), weights)
 
     def take(self, index: Tensor) -> "Batch":
         """The samples at `index` (int64 `[K]`), in that order."""
-        return Batch(self.labels[index], self.dense[index], self.ids.take(index))
+        weights = None if self.weights is None else self.weights[index]
+        return Batch(self.labels[index], self.dense[index], self.ids.take(index), weights)
 
     @staticmethod
     def join(parts: Sequence["Batch"]) -> "Batch":
         """The samples of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
-        labels = torch.cat([part.labels for part in parts])
-        return Batch(labels, torch.cat([part.dense for part in parts]), Jagged.join([part.ids for part in parts]))
+        labels, dense = (torch.cat([getattr(part, name) for part in parts]) for name in ("labels", "dense"))
+        weights = [part.weights for part in parts if part.weights is not None]
+        return Batch(labels, dense, Jagged.join([part.ids for part in parts]), torch.cat(weights) if weights else None)

@@ -4,19 +4,22 @@
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, InstanceOf
+from torch import Tensor
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.columns import Categorical, Cross, Dense, Hash, Ids, Kind, Kinds, Rows, Vocabulary, declared
 from shadowsync.data.files import Problem
 from shadowsync.data.fitting import Learnt
+from shadowsync.data.labels import FAMILIES, Task, task_of
 from shadowsync.data.source import Feature, Pooling, Schema
 from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, value_type
 from shadowsync.errors import ConfigError, DataError
@@ -32,9 +35,7 @@ class TableOptions:
 
     internal: ClassVar[tuple[str, ...]] = ("learnt",)
     not_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("weight", "sample_weight", "sample_weights", "weight_column"),
-        "all rows count alike, a row has no weight of its own yet; data.weights={COLUMN: WEIGHTS} is for the ids of a "
-        "list column",
+        ("sample_weight", "sample_weights", "weight_column"), "it is called data.weight"
     )
 
     columns: Annotated[
@@ -50,6 +51,17 @@ class TableOptions:
     label: Annotated[
         str | None, Field(description="the column that holds 0 or 1; null: rows without labels, for predictions only")
     ] = "label"
+    labels: Annotated[
+        dict[str, str | dict[str, Any]],
+        Field(
+            description="in place of label, the columns that are learnt, each with its loss (logloss, mse, poisson, "
+            "package.module:function) or a map of loss, like and weight; several need a model that answers all of them"
+        ),
+    ] = field(default_factory=dict)
+    weight: Annotated[
+        str | None,
+        Field(description="the column of the rows' weights in the loss and in measures; null: all count alike"),
+    ] = None
     dense: Annotated[
         tuple[str, ...], Field(description="dense columns, in the model's order, before others of columns")
     ] = ()
@@ -101,11 +113,16 @@ class TableOptions:
         ):
             if repeated := {name for name in names if names.count(name) > 1}:
                 raise ConfigError(f"data.{key} names {min(repeated)!r} twice: leave one out")
-            if self.label in names:
+            if answer := next((name for name in self.answers if name in names), None):
                 raise ConfigError(
-                    f"data.{key} names {self.label!r}, which is the label (data.label): leave it out, as a model "
-                    "cannot be given the answer"
+                    f"data.{key} names {answer!r}, which is {self._role(answer)}: leave it out, as a model cannot be "
+                    "given the answer"
                 )
+        if self.labels and self.label != "label":
+            raise ConfigError("data.label has no effect beside data.labels: leave one of them out")
+        _ = self.tasks  # what is wrong with them is said at once
+        if self.weight is not None and self.weight in (*self.labels, self.label):
+            raise ConfigError(f"data.weight={self.weight} is a label: give the column of the rows' weights")
         for name, kind in given.items():
             self._check_kind(name, kind)
         if not (self.categorical or self.undeclared or any(isinstance(kind, Categorical) for kind in given.values())):
@@ -119,6 +136,26 @@ class TableOptions:
         """Nothing says what becomes of the columns: it is to be inferred."""
         return not (self.columns or self.categorical or self.dense)
 
+    @functools.cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """What is learnt, as if there were labels where there are none."""
+        return tuple(task_of(*given) for given in self.labels.items()) or (Task(self.label or "label"),)
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """The columns of labels, and then of weights, that are read, each with the key that names it."""
+        labels = dict.fromkeys(self.labels, "data.labels") or ({} if self.label is None else {self.label: "data.label"})
+        return labels if self.weight is None or not labels else {**labels, self.weight: "data.weight"}
+
+    def unlabelled(self) -> Self:
+        """For rows that may be without answers."""
+        return replace(self, label=None, labels={}, weight=None)
+
+    def _role(self, answer: str) -> str:
+        """Of a column that is an answer."""
+        key = self.answers[answer]
+        return f"the {'weight' if key == 'data.weight' else 'label'} ({key})"
+
     def _declared(self, name: str) -> Kind:
         dense = {"log": self.log_dense, "standardise": self.standardise}
         hashed = {"rows": self.hash_size} if isinstance(self.hash_size, int) else {}
@@ -128,8 +165,8 @@ class TableOptions:
         for key, names in (("dense", self.dense), ("categorical", self.categorical)):
             if name in names and isinstance(kind, Dense) != (key == "dense"):
                 raise ConfigError(f"data.{key} names {name!r}, which is {kind.name} in data.columns: leave one out")
-        if isinstance(kind, Cross) and self.label in kind.of:
-            raise ConfigError(f"data.columns.{name}.of names {self.label!r}, which is the label (data.label)")
+        if isinstance(kind, Cross) and (used := [part for part in kind.of if part in self.answers]):
+            raise ConfigError(f"data.columns.{name}.of names {used[0]!r}, which is {self._role(used[0])}")
         taken, known = indicator_of(name), {*self.columns, *self.dense, *self.categorical}
         if isinstance(kind, Dense) and kind.missing == "indicator" and taken in known:
             raise ConfigError(
@@ -193,9 +230,8 @@ class TableOptions:
 
     def names(self) -> list[str]:
         """All columns of the data that are read."""
-        label = () if self.label is None else (self.label,)
         of = [part for name, kind in self.kinds.all() for part in kind.parts(name)]
-        return list(dict.fromkeys((*label, *of, *self.weights.values())))
+        return list(dict.fromkeys((*self.answers, *of, *self.weights.values())))
 
     def read_alike(self, tables: Sequence[tuple[Types, str]]) -> Transforms:
         """What becomes of the columns of tables, each with its place; where one has only nulls of a column the others
@@ -235,10 +271,8 @@ class TableOptions:
         def number(kind: object) -> bool:
             return isinstance(kind, pl.DataType) and (kind.is_numeric() or kind == pl.Boolean)
 
-        if self.label is not None:
-            need(
-                number(type_of(self.label, types, place, "data.label")), "data.label", self.label, "one number per row"
-            )
+        for name, key in self.answers.items():
+            need(number(type_of(name, types, place, key)), key, name, "one number per row")
         for name, kind in self.kinds.all():
             dense, parts = isinstance(kind, Dense), kind.parts(name)
             key = f"data.columns.{name}" if name in self.columns else "data.dense" if dense else "data.categorical"
@@ -294,14 +328,26 @@ def batch_of(frame: pl.DataFrame, options: TableOptions, columns: Transforms) ->
                 given = {} if remedy is None else {"remedy": remedy}
                 first[row] = Problem(row, told(row, before, values, after), **given)
 
-    labels = np.zeros(len(frame), dtype=np.float32)
-    if options.label is not None:
-        given = frame[options.label]
-        labels = as_numpy(given.cast(pl.Float32), -1).copy()
-        note((labels != 0) & (labels != 1), f"the label ({options.label}) is ", given, ", it must be 0 or 1")
+    labels, row_weights = _answers(frame, options, note)
     inputs = columns.of(len(frame), lambda name, for_ids: SeriesCells(frame[name], for_ids), note)
     values, offsets, weights = (None if each is None else torch.from_numpy(each) for each in inputs[1:])
     assert values is not None
     jagged = Jagged(values, offsets, weights, len(columns.ids), len(frame))
-    batch = Batch(torch.from_numpy(labels), torch.from_numpy(inputs.dense), jagged)
+    batch = Batch(labels, torch.from_numpy(inputs.dense), jagged, row_weights)
     return batch, [first[row] for row in sorted(first)]
+
+
+def _answers(frame: pl.DataFrame, options: TableOptions, note: Callable[..., None]) -> tuple[Tensor, Tensor | None]:
+    """Labels `[B]` or `[B, T]`, zeros where there are none, and the rows' weights."""
+    if not options.answers:
+        return torch.zeros(len(frame)), None
+
+    def read(name: str, before: str, allowed: str, fits: Callable[[NDArray[np.float32]], Mask]) -> Tensor:
+        values = as_numpy(frame[name].cast(pl.Float32), np.nan).copy()
+        note(~fits(values), before, frame[name], f", it must be {allowed}")
+        return torch.from_numpy(values)
+
+    labels = [read(t.name, f"the label ({t.name}) is ", t.family.labels, t.family.fits) for t in options.tasks]
+    weight, counts = options.weight, FAMILIES["poisson"]
+    weights = None if weight is None else read(weight, f"the weight ({weight}) is ", counts.labels, counts.fits)
+    return labels[0] if len(labels) == 1 else torch.stack(labels, dim=1), weights

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -21,6 +22,7 @@ _WORDS = 10_000  # texts of at most so many values make a vocabulary
 _SHARE_OF_ROWS = 0.95  # with more values than this share of the rows, hardly any comes again
 _FEW_ROWS = 1_000
 _DATES = 20
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -65,18 +67,19 @@ class Looks:
         kinds: dict[str, list[str]] = {}
         for name, becomes in self.declared.items():
             kinds.setdefault(becomes["kind"], []).append(name)
-        left_out = [
-            f"{look.name} ({look.why})" for look in self.columns if look.becomes is None and look.why != "label"
-        ]
+        said = ("label", "weight")
+        left_out = [f"{one.name} ({one.why})" for one in self.columns if one.becomes is None and one.why not in said]
         told = [f"{kind} {', '.join(names)}" for kind, names in kinds.items()]
         told += [f"left out {', '.join(left_out)}"] if left_out else []
-        return f"the columns as they look, which data.columns changes: label {self.label}; {'; '.join(told)}"
+        labels = ", ".join(one.name for one in self.columns if one.why == "label")
+        return f"the columns as they look, which data.columns changes: label {labels}; {'; '.join(told)}"
 
 
-def look(source: TrainingRows, label: str | None) -> Looks:
+def look(source: TrainingRows, label: str | None, answers: Mapping[str, str] = _NONE) -> Looks:
     """Looks at about `LOOKED_AT` rows.
 
-    `label` is `data.label`; left at its default, it is looked for among usual names.
+    `answers` are columns of labels and weights, each with the key that names it. `label` is `data.label`; left at its
+    default, it is looked for among usual names, unless `data.labels` names others.
 
     Raises:
         DataError: there is no label, or the files hold other columns.
@@ -89,8 +92,10 @@ def look(source: TrainingRows, label: str | None) -> Looks:
             f"what becomes of the columns cannot be inferred, as the files hold others or of other types: "
             f"{str(error).splitlines()[0]}; declare them (data.columns)"
         ) from error
-    label = _label(types, label)
-    return Looks(tuple(_look(frame[name], label) for name in types), label, source.rows, len(frame))
+    label = None if "data.labels" in answers.values() else _label(types, label)
+    said = {name: "weight" if key == "data.weight" else "label" for name, key in answers.items()}
+    said |= {} if label is None else {label: "label"}
+    return Looks(tuple(_look(frame[name], said.get(name)) for name in types), label, source.rows, len(frame))
 
 
 def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
@@ -104,7 +109,7 @@ def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
             "data.columns.NAME={kind: buckets, count: 20}"
         )
     # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
-    given = {**source, "label": looks.label}
+    given = dict(source) if looks.label is None else {**source, "label": looks.label}
     shown = functools.partial(json.dumps, ensure_ascii=False)
     lines = [f"  {key}: {shown(value)}" for key, value in given.items()]
     columns = [f"    {shown(name)}: {shown(becomes)}" for name, becomes in looks.declared.items()]
@@ -125,7 +130,7 @@ def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:
     return usual
 
 
-def _look(column: pl.Series, label: str) -> Look:
+def _look(column: pl.Series, said: str | None) -> Look:
     kind = value_type(column.dtype)
     values = column.explode() if is_list(column.dtype) else column
     told = form_of(kind) is not None and not kind.is_nested()
@@ -134,7 +139,7 @@ def _look(column: pl.Series, label: str) -> Look:
     ordered = len(given) > 0 and kind not in (pl.Categorical, pl.Enum)
     distinct = int(pl.select(pl.lit(given).approx_n_unique()).item()) if len(given) else 0 if told else None
     low, high = (given.min(), given.max()) if ordered else (None, None)
-    meaning = "label" if column.name == label else _meaning(column, distinct)
+    meaning = said or _meaning(column, distinct)
     becomes, why = (None, meaning) if isinstance(meaning, str) else (meaning, "")
     return Look(column.name, column.dtype, len(column), column.null_count(), distinct, low, high, becomes, why)
 

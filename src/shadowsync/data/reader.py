@@ -23,7 +23,8 @@ from shadowsync.rpc.pending import Pending, ended, from_future
 from shadowsync.rpc.served import served
 
 _MOST_SLICES = 10_000_000
-_EVALUATION_ROWS = 32_768
+EVALUATION_ROWS = 32_768
+"""Read at once where rows are gone through in their order."""
 PARSE_S = 900.0
 """Deadline of a lease: a reader waits for nobody but its file system."""
 
@@ -306,7 +307,7 @@ class Reader:
 
 def batches(source: OpenSource, batch_size: int) -> Iterator[Batch]:
     """All rows of a source in their order, in batches of at most `batch_size`, one slice read ahead in a thread."""
-    slices = source.slices(max(batch_size, _EVALUATION_ROWS // batch_size * batch_size))
+    slices = source.slices(max(batch_size, EVALUATION_ROWS // batch_size * batch_size))
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as pool:
         coming = pool.submit(_read, source, slices, 0)
         for index in range(len(slices)):

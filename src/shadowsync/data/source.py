@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 
 from shadowsync.data.batch import Batch
+from shadowsync.data.labels import ONE_CLICK, Task
 from shadowsync.errors import ConfigError, DataError
 
 PART = 1 << 16  # bytes read at a place of a file that is looked at to know it again
@@ -155,6 +156,11 @@ class OpenSource(ABC):
         """
         raise ConfigError(f"{key}={name}: these rows have no columns by name: give fraction or last without a column")
 
+    def kept_column(self, name: str, part: Slice, key: str) -> pl.Series:
+        """As `column`, of what `read` gave of a slice."""
+        given, dropped = self.column(name, part, key), self.dropped(part)
+        return given.filter(~pl.int_range(len(given), eager=True).is_in(list(dropped))) if dropped else given
+
     @abstractmethod
     def place(self, part: Slice, row: int) -> str:
         """Where row `row` of what `read(part)` gave comes from, for messages: `file, row 17`."""
@@ -176,6 +182,11 @@ class Source(ABC):
         """What becomes of its columns, as `serving.Transforms` takes it, with the values of vocabularies; None: rows
         are dense numbers and ids already."""
         return None
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What is learnt of the labels."""
+        return ONE_CLICK
 
     @abstractmethod
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:

@@ -139,6 +139,12 @@ class Selected(OpenSource):
         pieces = (piece for part in some_of(self, most_rows) for piece in self._pieces(part))
         return _table(self.whole).pieces(columns, pieces)
 
+    def kept_column(self, name: str, part: Slice, key: str) -> pl.Series:
+        parts = []
+        for piece, wanted in self._pieces(part):
+            parts.append(self.whole.kept_column(name, piece, key).gather(self._kept(piece, wanted)))
+        return pl.concat(parts)
+
     def place(self, part: Slice, row: int) -> str:
         for piece, wanted in self._pieces(part):
             kept = self._kept(piece, wanted)

@@ -144,7 +144,7 @@ class OpenTable(FileRows):
         self.source, self.tables = source, tables
         self._columns = source.read_alike([(table.types, table.file.path) for table in tables])
         self._beside: dict[tuple[str, int], TableFile] = {}
-        self.labelled, self.settled = source.label is not None, source.settled
+        self.labelled, self.settled = bool(source.answers), source.settled
         self.sequential = any(table.sequential for table in tables)
         files, rows = [table.file for table in tables], [table.rows() for table in tables]
         super().__init__(source.schema(self._columns), files, rows, on_bad_row)
@@ -198,7 +198,7 @@ class OpenTable(FileRows):
         return largest
 
     def digest(self, file: int) -> str:
-        return self.tables[file].digest(self.source.label) or super().digest(file)
+        return self.tables[file].digest(next(iter(self.source.answers), None)) or super().digest(file)
 
     def close(self) -> None:
         for table in self.tables:

@@ -186,7 +186,7 @@ class TextSource(TableSource):
     def numbers(self) -> set[str]:
         """The columns that are used as numbers, or lists of them."""
         ids = (name for name, kind in self.kinds.ids.items() if isinstance(kind, Ids | Buckets))
-        return {*self.kinds.dense, *ids, *self.weights.values(), *([] if self.label is None else [self.label])}
+        return {*self.kinds.dense, *ids, *self.weights.values(), *self.answers}
 
     def parsed_as(self, name: str) -> pl.DataType:
         """The type of a column: by its use where that says it, else by its looks."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,42 +15,50 @@ import pyarrow
 import pyarrow.parquet
 
 from shadowsync.data.batch import Batch
+from shadowsync.data.labels import ONE_CLICK, Task, column
 from shadowsync.data.source import OpenSource, Schema
 from shadowsync.errors import ConfigError, SaveError
 
 pa: Any = pyarrow  # has no types
 
 ROW_GROUP = 65_536  # small enough that a slice of a few thousand rows decodes little it does not need
+_WEIGHT = "row_weight"
 
 
-def write_parquet(source: OpenSource, path: Path) -> str:
+def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CLICK) -> str:
     """Writes all rows, the file appearing only when it is whole.
 
-    Columns: `label` (int8), the dense columns (float32, transformed as the source does), and the features (integers,
-    or lists of them for multi-hot ones, with a column `<feature>_weights` where the source gives weights).
+    Columns: `label` (int8), or other labels by their names (float32), and `row_weight`; the dense columns (float32,
+    transformed as the source does), and the features (integers, or lists of them for multi-hot ones, with a column
+    `<feature>_weights` where the source gives weights).
 
     Gives the YAML lines that read the file back; raises `SaveError` if it cannot be written, and what reading raises.
     """
-    weighted = False
+    weighted = row_weights = False
     with replacing(path) as temporary, writing(path):
         writer = None
         for part in source.slices(ROW_GROUP):
             batch = source.read(part)
-            table = pa.table(_columns(batch, source.schema))
+            table = pa.table({**_answers(batch, tasks), **_columns(batch, source.schema)})
+            row_weights = batch.weights is not None
             weighted = batch.ids.weights is not None
             writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="lz4")
             writer.write_table(table, row_group_size=ROW_GROUP)
         if writer is not None:
             writer.close()
-    return yaml_lines(source.schema, path, weighted)
+    return yaml_lines(source.schema, path, weighted, tasks, row_weights)
 
 
-def yaml_lines(schema: Schema, path: Path, weighted: bool) -> str:
+def yaml_lines(
+    schema: Schema, path: Path, weighted: bool, tasks: Sequence[Task] = ONE_CLICK, row_weights: bool = False
+) -> str:
     """The `data` section of a configuration that reads a file written by `write_parquet`."""
     features = schema.features
     multi_hot = [feature for feature in features if feature.multi_hot]
     section: dict[str, Any] = {
         "path": str(path),
+        "labels": {} if _is_plain(tasks) else {task.name: task.told() for task in tasks},
+        "weight": _WEIGHT if row_weights else "",
         "dense": schema.dense,
         "standardise": False,  # they are written as they are to be read
         "categorical": [feature.name for feature in features],
@@ -125,9 +133,20 @@ def writing(path: Path) -> Iterator[None]:
         raise SaveError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def _is_plain(tasks: Sequence[Task]) -> bool:
+    return len(tasks) == 1 and not tasks[0].told()
+
+
+def _answers(batch: Batch, tasks: Sequence[Task]) -> dict[str, Any]:
+    if _is_plain(tasks):
+        found = {"label": pa.array(batch.labels.numpy().astype(np.int8))}
+    else:
+        found = {task.name: pa.array(column(batch.labels, k).numpy()) for k, task in enumerate(tasks)}
+    return found if batch.weights is None else {**found, _WEIGHT: pa.array(batch.weights.numpy())}
+
+
 def _columns(batch: Batch, schema: Schema) -> dict[str, Any]:
-    columns = {"label": pa.array(batch.labels.numpy().astype(np.int8))}
-    columns |= {name: pa.array(batch.dense[:, k].numpy()) for k, name in enumerate(schema.dense)}
+    columns = {name: pa.array(batch.dense[:, k].numpy()) for k, name in enumerate(schema.dense)}
     for position, feature in enumerate(schema.features):
         ids = batch.ids.select([position])
         integers = np.int32 if feature.rows <= 1 << 31 else np.int64

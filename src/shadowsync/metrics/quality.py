@@ -7,18 +7,17 @@ formulas. `B` samples, `K` groups of samples that share a logit, in ascending or
 import base64
 import math
 import zlib
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK_SAMPLES = 4096
+from shadowsync.data.labels import FAMILIES, ONE_CLICK, Family, Task
+
 _STRETCH_SAMPLES = 10_000
 EXTREME_NATS = 1000.0
 """A log loss that no prediction has from which something can be learnt: an untrained model has 0.7."""
@@ -39,11 +38,28 @@ class CurvePoint(msgspec.Struct, frozen=True):
 
 
 class LogitGroups(NamedTuple):
-    """Samples grouped by their logit, ascending: it and how many have label 1 and label 0, float64 `[K]` each."""
+    """Samples grouped by their logit, ascending: it, and the weight of labels 1 and of labels 0, float64 `[K]` each."""
 
     logit: Tensor
     positives: Tensor
     negatives: Tensor
+
+
+class Scored(NamedTuple):
+    """Logits and labels of rows, `[B]` or `[B, T]`, and the rows' weights, `[B]`, or None for ones."""
+
+    logits: Tensor
+    labels: Tensor
+    weights: Tensor | None = None
+
+    @staticmethod
+    def join(parts: Sequence["Scored"]) -> "Scored":
+        """All rows, one part after the other; there may be none."""
+        if not parts:
+            return Scored(torch.empty(0), torch.empty(0))
+        logits, labels = torch.cat([part.logits for part in parts]), torch.cat([part.labels for part in parts])
+        weights = [part.weights for part in parts if part.weights is not None]
+        return Scored(logits, labels, torch.cat(weights) if weights else None)
 
 
 class Peak(msgspec.Struct, frozen=True):
@@ -61,11 +77,18 @@ class Peak(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TestMetrics:
-    """Quality on a fixed set of samples, with a calibration curve in bins of equal count, ascending.
+    """Quality on a fixed set of samples, of one label; a sample of weight 2 counts as two.
 
-    `auc` (exact) and `ne` are None unless both labels are there, `logloss` (mean, in nats) without samples,
-    `calibration` (mean prediction over mean label) without a positive label. `only_label` is the label that all samples
-    have; None if there are both, or no samples.
+    Attributes:
+        auc: exact; as `ne` None unless both labels are there. None for other labels than clicks, as `logloss` is.
+        ne: the loss over that of always predicting the mean label: for clicks normalized entropy, for numbers 1 − R².
+        logloss: mean, in nats; None without samples.
+        calibration: mean prediction over mean label; None without a positive one.
+        curve: calibration in bins of equal count, ascending; for clicks.
+        only_label: that all samples have; None if there are both, or no samples, or other labels than clicks.
+        loss: what the labels are (`labels.Task.kind`).
+        measures: those asked for by name, of which a value that is not defined is None.
+        tasks: of each label by name, the first one too, where there are several.
     """
 
     __test__ = False  # pytest would take the class for a test
@@ -77,6 +100,9 @@ class TestMetrics:
     calibration: float | None
     curve: tuple[CurvePoint, ...]
     only_label: int | None = None
+    loss: str = "logloss"
+    measures: Mapping[str, float | None] = field(default_factory=dict)
+    tasks: Mapping[str, "TestMetrics"] = field(default_factory=dict)
 
     def undefined(self, rows: str) -> str | None:
         """Why AUC and NE of `rows` are not defined, if they are not."""
@@ -87,29 +113,46 @@ class TestMetrics:
             "both labels"
         )
 
+    def by_name(self) -> dict[str, float | None]:
+        """All measures by the names that `train.best_by` takes: of the first label plain, of others as `LABEL/NAME`."""
+        own = {name: getattr(self, name) for name in ("auc", "ne", "logloss", "calibration")} | dict(self.measures)
+        others = list(self.tasks.items())[1:]
+        return own | {f"{task}/{name}": value for task, of in others for name, value in of.by_name().items()}
 
-def evaluate_scores(logits: Tensor, labels: Tensor, bins: int = 20) -> TestMetrics:
-    """Exact quality of `logits [B]` against `labels [B]` (0 or 1), with a calibration curve of at most `bins` bins.
+
+def evaluate_scores(
+    logits: Tensor, labels: Tensor, bins: int = 20, weights: Tensor | None = None, task: Task = ONE_CLICK[0]
+) -> TestMetrics:
+    """Exact quality of `logits [B]` against `labels [B]`, with a calibration curve of at most `bins` bins.
 
     The AUC is torchmetrics' `binary_auroc` without thresholds (the tests compare them), computed here because that
     import costs 0.8 s and needs sigmoids, which tie logits above 17 in float32.
     """
     logits, labels = logits.detach().double().cpu(), labels.detach().double().cpu()
-    sums = Sums()
-    sums.add(logits, labels)
+    weights = torch.ones_like(labels) if weights is None else weights.double()
+    loss, family = float(weights @ task.family.loss(logits, labels)), task.family
+    total, label, prediction = (
+        float(weights @ each) for each in (torch.ones_like(labels), labels, family.predict(logits))
+    )
+    calibration = prediction / label if label > 0 else None
+    if not task.clicks:
+        mean = torch.full_like(labels, label / total if total else 0.0)
+        of_mean = float(weights @ family.loss(family.link(mean), labels))
+        ne = loss / of_mean if of_mean > 0 else None
+        return TestMetrics(len(labels), None, ne, None, calibration, (), loss=task.kind)
     values, group_of = torch.unique(logits, sorted=True, return_inverse=True)
-    positive = (labels >= 0.5).double()
     by_label = torch.zeros(2, len(values), dtype=torch.float64)
-    by_label.index_add_(1, group_of, torch.stack([positive, 1.0 - positive]))
+    by_label.index_add_(1, group_of, torch.stack([weights * labels, weights * (1.0 - labels)]))
     groups = LogitGroups(values, *by_label)
+    seen = torch.unique(labels[weights > 0]).tolist()
     return TestMetrics(
-        samples=sums.count,
+        samples=len(labels),
         auc=area_under_roc(groups),
-        ne=sums.ne,
-        logloss=sums.logloss,
-        calibration=sums.calibration,
+        ne=normalized_entropy(loss, label, total),
+        logloss=loss / total if total else None,
+        calibration=calibration,
         curve=calibration_curve(groups, bins),
-        only_label=sums.only_label,
+        only_label=int(seen[0]) if len(seen) == 1 else None,
     )
 
 
@@ -117,27 +160,39 @@ class Quality:
     """Streaming quality of predictions made before each sample was trained on; used off the hot path.
 
     Every measure is None until it is defined: the log loss needs a sample, the calibration a positive label, NE and
-    AUC both labels. `lifetime` are the sums over all samples so far. Not thread-safe: `Recorder` guards it.
+    AUC both labels. Of other labels than clicks there is the mean loss. `lifetime` are the sums over all samples so
+    far, each of which counts once. Not thread-safe: `Recorder` guards it.
     """
 
-    def __init__(self, window: int) -> None:
-        """`window`: samples over which the window's NE is taken; costs 12 bytes each."""
+    def __init__(self, window: int, kind: str = "logloss") -> None:
+        """`window`: samples over which the window's NE is taken; costs 12 bytes each. `kind`: as of `labels.Task`."""
         self.lifetime = Sums()
+        self._kind = kind
         self._window = _Window(window)
         self._stretches = _Stretches()
         self._histogram = LogitHistogram()
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes `logits [B]` (any float type) and `labels [B]` (0 or 1)."""
+        """Takes `logits [B]` (any float type) and `labels [B]`."""
         logits, labels = logits.detach().to("cpu", torch.float32), labels.detach().to("cpu", torch.float32)
-        loss = self.lifetime.add(logits, labels)
-        self._window.add(loss, labels)
-        self._stretches.add(loss, labels)
-        self._histogram.add(logits, labels)
+        loss = self.lifetime.add(logits, labels, FAMILIES[self._kind])
+        if self._kind == "logloss":
+            self._window.add(loss, labels)
+            self._stretches.add(loss, labels)
+            self._histogram.add(logits, labels)
 
     @property
     def ne_window(self) -> float | None:
         return normalized_entropy(*self._window.sums())
+
+    @property
+    def ne_lifetime(self) -> float | None:
+        return self.lifetime.ne if self._kind == "logloss" else None
+
+    @property
+    def only_label(self) -> int | None:
+        """As of `Sums`; None of other labels than clicks."""
+        return self.lifetime.only_label if self._kind == "logloss" else None
 
     def window_loss(self) -> tuple[float, int, int]:
         """Mean log loss of the last `window` samples, how many of them have more than `EXTREME_NATS`, and of how many
@@ -182,12 +237,12 @@ class Sums:
     prediction: float = 0.0
     label: float = 0.0
 
-    def add(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Adds `[B]` samples and returns their log loss `[B]`, computed from the logits so that it stays finite."""
-        loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    def add(self, logits: Tensor, labels: Tensor, family: Family) -> Tensor:
+        """Adds `[B]` samples and returns their loss `[B]`."""
+        loss = family.loss(logits, labels)
         self.count += len(labels)
         self.loss += float(loss.sum(dtype=torch.float64))
-        self.prediction += float(logits.sigmoid().sum(dtype=torch.float64))
+        self.prediction += float(family.predict(logits).sum(dtype=torch.float64))
         self.label += float(labels.sum(dtype=torch.float64))
         return loss
 
@@ -211,42 +266,35 @@ class Sums:
 
 
 class _Window:
-    """Loss and label of the last `size` samples, and whether the loss is extreme, in chunks `[3, C]`, oldest first."""
+    """Loss and label of the last `size` samples, and whether the loss is extreme, `[3, size]`: the oldest give way."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._count = 0
-        self._chunks: deque[Tensor] = deque()
+        self._held = torch.zeros(3, size)
+        self._count = self._next = 0
 
     def add(self, loss: Tensor, labels: Tensor) -> None:
-        chunk = torch.stack([loss, labels, (loss > EXTREME_NATS).to(loss.dtype)])[:, -self._size :]
-        self._count += chunk.shape[1]
-        if self._chunks and self._chunks[-1].shape[1] < _CHUNK_SAMPLES:
-            chunk = torch.cat([self._chunks.pop(), chunk], dim=1)
-        self._chunks.append(chunk)
-        while (excess := self._count - self._size) > 0:
-            oldest = self._chunks.popleft()
-            self._count -= min(excess, oldest.shape[1])
-            if excess < oldest.shape[1]:
-                self._chunks.appendleft(oldest[:, excess:])
+        size = self._held.shape[1]
+        newest = torch.stack([loss, labels, (loss > EXTREME_NATS).to(loss.dtype)])[:, -size:]
+        count = newest.shape[1]
+        self._held[:, torch.arange(self._next, self._next + count) % size] = newest
+        self._next, self._count = (self._next + count) % size, min(self._count + count, size)
 
     def sums(self) -> tuple[float, float, int]:
         """Sum of the loss, sum of the labels, samples in the window."""
-        total = torch.zeros(2, dtype=torch.float64)
-        for chunk in self._chunks:
-            total += chunk[:2].sum(dim=1, dtype=torch.float64)
-        return float(total[0]), float(total[1]), self._count
+        loss, label = self._held[:2, : self._count].sum(dim=1, dtype=torch.float64).tolist()
+        return loss, label, self._count
 
     def extremes(self) -> int:
         """Samples with an extreme loss; restored ones, of which only the mean is known, do not count."""
-        return int(sum(float(chunk[2].sum()) for chunk in self._chunks))
+        return int(self._held[2, : self._count].sum(dtype=torch.float64))
 
     def restore(self, loss: float, label: float, count: float) -> None:
         """Fills the window with samples of the saved mean: its NE is kept and fades out as new samples come."""
-        self._chunks.clear()
-        self._count = min(int(count), self._size)
+        size = self._held.shape[1]
+        self._count = min(int(count), size)
+        self._next = self._count % size
         if self._count:
-            self._chunks.append(torch.tensor([[loss / count], [label / count], [0.0]]).expand(3, self._count))
+            self._held[:, : self._count] = torch.tensor([[loss / count], [label / count], [0.0]])
 
 
 @dataclass
@@ -356,7 +404,7 @@ def area_under_roc(groups: LogitGroups) -> float | None:
 
 
 def calibration_curve(groups: LogitGroups, bins: int) -> tuple[CurvePoint, ...]:
-    """Mean prediction against mean label in at most `bins` bins of nearly equal count, ascending.
+    """Mean prediction against mean label in at most `bins` bins of nearly equal weight, ascending.
 
     Bins of equal count rather than of equal width: where clicks are rare nearly all samples share the first bins of
     equal width. A group is never cut, so fewer bins come back when logits are tied.
@@ -370,7 +418,7 @@ def calibration_curve(groups: LogitGroups, bins: int) -> tuple[CurvePoint, ...]:
     sums = torch.zeros(3, bins, dtype=torch.float64)
     sums.index_add_(1, bin_of, torch.stack([counts, groups.positives, counts * groups.logit.sigmoid()]))
     return tuple(
-        CurvePoint(prediction / count, label / count, round(count))
+        CurvePoint(prediction / count, label / count, max(1, round(count)))
         for count, label, prediction in sums.T.tolist()
         if count
     )

@@ -116,13 +116,14 @@ class Recorder:
         window: int,
         clock: Callable[[], float] = time.monotonic,
         backlog_samples: int = _BACKLOG_SAMPLES,
+        kind: str = "logloss",
     ) -> None:
-        """`trainers` that start; more may join. `window`: samples over which the window's NE is taken."""
+        """`trainers` that start; more may join. `window` and `kind` are as of `Quality`."""
         self._clock = clock
         self._backlog_samples = backlog_samples
         self._queue: deque[_TrainedBatch] = deque()
         self._lock = threading.Lock()
-        self._quality = Quality(window)
+        self._quality = Quality(window, kind)
         self._all = _Tally()
         self._each = [_Tally() for _ in range(trainers)]
         self._mark = _LastFrame()
@@ -195,7 +196,7 @@ class Recorder:
     def only_label(self) -> tuple[int | None, int]:
         """The label that all samples so far have (None if there are both), and how many samples that is."""
         with self._lock:
-            return self._quality.lifetime.only_label, self._quality.lifetime.count
+            return self._quality.only_label, self._quality.lifetime.count
 
     def frame(
         self, told: JobCounts, wire: WireTotals, steps: AggregationState | None = None, *, ended: bool = False
@@ -231,7 +232,7 @@ class Recorder:
                 eps_per_trainer=tuple(_rate(samples, passed) for samples in done),
                 auc=quality.auc,
                 ne_window=quality.ne_window,
-                ne_lifetime=quality.lifetime.ne,
+                ne_lifetime=quality.ne_lifetime,
                 loss=(now.loss_sum - before.loss_sum) / measured if measured else None,
                 sync_gap=average_sync_gap(now.iterations - before.iterations, now.sync_count - before.sync_count),
                 wire_bytes=dict(wire.bytes),

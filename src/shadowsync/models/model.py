@@ -47,10 +47,12 @@ class ModelSpec(ABC):
         lists: how features with several ids per sample are pooled in tables made by default, unless the configuration
             says so of them; None leaves it to the source.
         extra_columns: columns that a row has in front of its vector, in tables made by default.
+        several: it answers any number of labels, of which it is told as `tasks`; of more than one by logits `[B, T]`.
     """
 
     name: ClassVar[str]
     lists: ClassVar[Literal["sum", "mean"] | None] = None
+    several: ClassVar[bool] = False
     not_options: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("l2", "weight_decay", "l2_reg_embedding", "l2_reg_linear", "l2_reg_dnn"), _PENALTIES),
         **dict.fromkeys(("embedding_regularizer", "net_regularizer", "regularizer"), _PENALTIES),

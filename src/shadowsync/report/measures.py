@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
 from shadowsync.metrics.history import Frame, RoleState, role_order
+from shadowsync.metrics.quality import TestMetrics
 from shadowsync.recovery.policy import spoken
 from shadowsync.report import words
 from shadowsync.report.result import (
@@ -20,6 +21,7 @@ from shadowsync.report.result import (
     AggregationSection,
     RecoverySection,
     Result,
+    TestSection,
     ThroughputSection,
     ValidationSection,
     dead_of,
@@ -135,6 +137,9 @@ def final_scalars(result: Result) -> Iterator[tuple[str, float]]:
     for measure in KEY_NUMBERS:
         if measure.section == "test" and measure.column and (value := measure.value(result)) is not None:
             yield str(measure.read).replace(".", "/"), value
+    for name, value in (result.test.measures if result.test is not None else {}).items():
+        if value is not None:
+            yield f"test/{name}", value
 
 
 def figures(frame: Frame) -> Iterator[tuple[str, str]]:
@@ -151,11 +156,33 @@ def key_numbers(result: Result, table: Sequence[Final] | None = None) -> list[Ke
         section = getattr(result, measure.section, None)
         if section is not None and measure.name and (shown := measure.show(measure.value(result))):
             told = [text(section) if callable(text) else text for text in (measure.name, measure.meaning)]
-            found.append(KeyNumber(told[0], shown, told[1].format(section)))
+            if told[0]:
+                found.append(KeyNumber(told[0], shown, told[1].format(section)))
+        elif measure.read == "test" and section is not None:
+            found += asked_for(section)
         elif measure.section == "units" and section is not None:
             on = f"units that are 0 on all {words.count(section.rows)} test rows looked at"
             found += [KeyNumber(f"dead in {layer}", dead_of(section, layer), on) for layer in mostly_dead(section)]
     return found
+
+
+def asked_for(test: TestSection | TestMetrics) -> list[KeyNumber]:
+    """The measures by name, or of several labels all measures of each."""
+    if not test.tasks:
+        return [KeyNumber(name, words.decimal(value), "of the test rows") for name, value in test.measures.items()]
+    found = []
+    for task, own in test.tasks.items():
+        plain = {"AUC": own.auc, "log loss": own.logloss} if own.loss == "logloss" else {}
+        each = {**plain, "NE": own.ne, "calibration": own.calibration, **own.measures}
+        found += [
+            KeyNumber(f"{task}: {name}", words.decimal(value), "of the test rows") for name, value in each.items()
+        ]
+    return found
+
+
+def _of_clicks(name: str) -> Callable[[TestSection], str]:
+    """No row for other labels."""
+    return lambda test: name if test.loss == "logloss" else ""
 
 
 def _digits(digits: int) -> Callable[[Value], str]:
@@ -183,8 +210,13 @@ def validated(frame: Frame) -> Mapping[str, Value]:
 
 
 def _validated_line(frame: Frame) -> str:
-    auc = frame.valid.get("auc")
-    return "" if auc is None else f"valid AUC {words.decimal(auc)}"
+    name = next((name for name in ("auc", "ne") if name in frame.valid), None)
+    return "" if name is None else f"valid {name.upper()} {words.decimal(frame.valid[name])}"
+
+
+def _no_clicks(frame: Frame) -> bool:
+    """There is a loss, and no NE: labels are numbers, or all alike so far."""
+    return frame.loss is not None and frame.ne_lifetime is None
 
 
 def _best_name(validation: ValidationSection) -> str:
@@ -289,7 +321,7 @@ LIVE: tuple[Measure, ...] = (
         lambda f: {"window": f.ne_window, "lifetime": f.ne_lifetime},
         "quality/ne_{}",
         labels=("over",),
-        line=lambda f: f"NE {words.decimal(f.ne_window)}",
+        line=lambda f: "" if _no_clicks(f) else f"NE {words.decimal(f.ne_window)}",
         term="NE: normalized entropy, log loss over that of predicting the mean label",
     ),
     Measure(
@@ -297,16 +329,22 @@ LIVE: tuple[Measure, ...] = (
         "Of all predictions so far, each made before training on it.",
         "auc",
         "quality/auc",
-        line=lambda f: f"AUC {words.decimal(f.auc)}",
+        line=lambda f: "" if _no_clicks(f) else f"AUC {words.decimal(f.auc)}",
     ),
-    Measure("log_loss", "Mean over the last interval, in nats.", "loss", "quality/loss"),
+    Measure(
+        "log_loss",
+        "Mean loss over the last interval, of clicks in nats.",
+        "loss",
+        "quality/loss",
+        line=lambda f: f"loss {words.decimal(f.loss)}" if _no_clicks(f) else "",
+    ),
     Measure(
         "validation",
         "Of the last validation, by measure.",
         "valid",
         labels=("measure",),
         line=_validated_line,
-        term="valid AUC: of the last validation, on rows that are kept from training",
+        term="valid: of the last validation, on rows that are kept from training",
     ),
     Measure("", "The same, where it has just been.", validated, "valid/{}"),
     Measure("learning_rate", "As it is now, where it may fall.", "learning_rates", "speed/lr_{}", labels=("part",)),
@@ -454,11 +492,18 @@ LIVE: tuple[Measure, ...] = (
 )
 KEY_NUMBERS: tuple[Final, ...] = (
     Final(_method, show=_or_missing, column="method"),
-    Final("test.auc", "test AUC", "1 ranks perfectly, 0.5 guesses", column="test AUC", best=max),
+    Final("test.auc", _of_clicks("test AUC"), "1 ranks perfectly, 0.5 guesses", column="test AUC", best=max),
     Final("test.best_auc", "best reachable AUC", "of the true probabilities", _some(words.decimal)),
     Final("test.ne", "test NE", "under 1 beats predicting the mean label", column="test NE", best=min),
     Final("test.calibration", "test calibration", "above 1 it predicts too many positives", _digits(3), "calibration"),
-    Final("test.logloss", "test log loss", "nats per sample, lower is better", column="log loss", best=min),
+    Final(
+        "test.logloss",
+        _of_clicks("test log loss"),
+        "nats per sample, lower is better",
+        column="log loss",
+        best=min,
+    ),
+    Final("test"),
     Final("validation.best", _best_name, _best_meaning, _some(words.decimal)),
     Final("validation.stopped_samples", "stopped early", _stopped, _some(words.count)),
     Final("train.ne_window", "training NE, last window", "predictions made before training on them"),

@@ -19,7 +19,7 @@ from shadowsync.report.cards import (
     timeline_section,
 )
 from shadowsync.report.files import write_atomically
-from shadowsync.report.measures import KeyNumber, key_numbers
+from shadowsync.report.measures import KeyNumber, asked_for, key_numbers
 from shadowsync.report.result import Result, TestSection, warnings
 
 FILE_NAME = "report.html"
@@ -102,6 +102,9 @@ def headlines(result: Result) -> list[KeyNumber]:
 
 
 def _test_headlines(test: TestSection) -> list[KeyNumber]:
+    if test.loss != "logloss":
+        gone = "Share of the loss of always predicting the mean label that is left."
+        return [*asked_for(test), KeyNumber("Test NE", words.decimal(test.ne), gone)]
     ranks = predicts = "Not defined: the test set does not hold both labels."
     if test.auc is not None:
         ranks = f"A random positive is ranked above a random negative in {words.percent(test.auc, 1)} of cases."

@@ -18,7 +18,7 @@ from shadowsync.metrics.history import Frame, RoleEvent
 from shadowsync.metrics.quality import TestMetrics
 from shadowsync.report import words
 from shadowsync.report.files import write_events, write_frames
-from shadowsync.report.measures import figures, key_numbers
+from shadowsync.report.measures import asked_for, figures, key_numbers
 from shadowsync.report.result import Result, warnings, write_result
 
 if TYPE_CHECKING:
@@ -221,8 +221,12 @@ def quality_table(measured: TestMetrics) -> Table:
     table = Table("measure", "value", title="Quality")
     table.columns[1].justify = "right"
     table.add_row("samples", words.count(measured.samples))
-    table.add_row("AUC", words.decimal(measured.auc))
+    if measured.loss == "logloss":
+        table.add_row("AUC", words.decimal(measured.auc))
     table.add_row("normalized entropy (NE)", words.decimal(measured.ne))
-    table.add_row("log loss", words.decimal(measured.logloss))
+    if measured.loss == "logloss":
+        table.add_row("log loss", words.decimal(measured.logloss))
     table.add_row("calibration (mean prediction / mean label)", words.decimal(measured.calibration))
+    for row in asked_for(measured):
+        table.add_row(Text(row.name), row.value)
     return table

@@ -77,9 +77,20 @@ class ValidationSection(_ResultSection, frozen=True):
     stopped_samples: int | None = None
 
 
+class TaskSection(_ResultSection, frozen=True):
+    """Quality on the test set of one of several labels, as `TestMetrics`."""
+
+    auc: float | None
+    ne: float | None
+    logloss: float | None
+    calibration: float | None
+    loss: str = "logloss"
+    measures: dict[str, float | None] = {}
+
+
 class TestSection(_ResultSection, frozen=True):
-    """Quality on the test set, as `TestMetrics`; `best_auc` is that of the probabilities that made the labels, where
-    the source knows them."""
+    """Quality on the test set of the first label, as `TestMetrics`; `best_auc` is that of the probabilities that made
+    the labels, where the source knows them. Where there are several labels, `tasks` has each by name."""
 
     __test__ = False  # pytest would take the class for a test
 
@@ -89,6 +100,9 @@ class TestSection(_ResultSection, frozen=True):
     calibration: float | None
     best_auc: float | None = None
     curve: tuple[CurvePoint, ...] = ()
+    loss: str = "logloss"
+    measures: dict[str, float | None] = {}
+    tasks: dict[str, TaskSection] = {}
 
 
 class TrainSection(_ResultSection, frozen=True):

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-HIGHER_IS_BETTER: Mapping[str, bool] = {"auc": True, "ne": False, "logloss": False}
-"""The measures by which validations are compared."""
-
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
     """What a job knows of its validations, and keeps in its checkpoints.
@@ -57,6 +54,7 @@ class Judge:
         patience: validations that are not better, after which training ends; None for never.
         plateau_patience: likewise, after which learning rates fall.
         plateau_factor: what they are multiplied with then.
+        higher: more of the measure is better.
     """
 
     best_by: str = "auc"
@@ -64,6 +62,7 @@ class Judge:
     patience: int | None = None
     plateau_patience: int | None = None
     plateau_factor: float = 0.5
+    higher: bool = True
 
     def after(self, course: Course, measures: Mapping[str, float | None], samples: int, passed: int) -> Course:
         """The course after one more validation, at so many samples and rows; where the measure is not defined it
@@ -84,7 +83,7 @@ class Judge:
     def _is_better(self, value: float, best: float | None) -> bool:
         if best is None:
             return True
-        gain = value - best if HIGHER_IS_BETTER[self.best_by] else best - value
+        gain = value - best if self.higher else best - value
         return gain > self.min_delta
 
     def is_over(self, course: Course) -> bool:

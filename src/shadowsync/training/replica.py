@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.errors import ConfigError
@@ -20,6 +21,7 @@ from shadowsync.models.model import copy_module
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, LookedUp, Pooled, VectorGradients
 from shadowsync.models.wrapping import Wrapped
 from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, accelerate, parse_kernels
+from shadowsync.training.losses import Objective
 from shadowsync.training.optimizers import DenseOptimizer
 
 _ALIGNMENT = 16
@@ -68,11 +70,12 @@ class Replica:
         device: str = "cpu",
         memory: Tensor | None = None,
         accumulate: int = 1,
+        objective: Objective = binary_cross_entropy_with_logits,
     ) -> None:
         """
         The module is called as `module(dense [B, N], {feature: [B, D_f]}) → logits [B]`; under a feature that is not
         pooled stand `JaggedVectors`. `memory`, float32 `[P]`, is where `flat` is to lie unless that is on a GPU. The
-        gradients of so many batches to `accumulate` make one step.
+        gradients of so many batches to `accumulate` make one step of what makes the `objective` smaller.
 
         Raises:
             ConfigError: a parameter is not float32 or not initialised, the module cannot be copied, or there is no
@@ -89,6 +92,7 @@ class Replica:
         self.module = copied.to(device)
         self.dims = dict(dims)
         self.optimizer = optimizer
+        self.objective = objective
         length = flat_length(self.slots)
         self.flat = torch.zeros(length, device=device) if memory is None or kind != "cpu" else memory.zero_()
         for slot, parameter in zip(self.slots, _trainable(self.module), strict=True):
@@ -117,8 +121,8 @@ class Replica:
         sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES,
         looked_up: LookedUp | None = None,
     ) -> Tensor:
-        """Logits `[B]` in float32 with the parameters as they are, of `dense`, float32 `[B, N]`, the pooled features in
-        the order of `dims`, float32 `[B, Σ D_f]`, and the other features; `looked_up` as `ask` gave it.
+        """Logits `[B]` or `[B, T]` in float32 with the parameters as they are, of `dense`, float32 `[B, N]`, the pooled
+        features in the order of `dims`, float32 `[B, Σ D_f]`, and the other features; `looked_up` as `ask` gave it.
         """
         self.module.eval()
         with torch.inference_mode():
@@ -226,7 +230,7 @@ class WorkerModule:
 
     Attributes:
         module: the worker's module.
-        gradients: of the mean loss of the last batch, one for each slot of the replica in its order; None for a
+        gradients: of the loss of the last batch, one for each slot of the replica in its order; None for a
             parameter the loss did not depend on. They are not accumulated.
     """
 
@@ -265,25 +269,26 @@ class WorkerModule:
         labels: Tensor,
         sequences: Mapping[str, JaggedVectors] = NO_SEQUENCES,
         looked_up: LookedUp | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, VectorGradients]:
         """The forward and the backward pass; `gradients` are there afterwards, and nothing has been stepped.
 
-        `dense` and `pooled` as in `Replica.predict`; `labels` float32 `[B]`, 0 or 1; `sequences` are the features that
-        are not pooled, and `looked_up` is as `ask` gave it.
+        `dense` and `pooled` as in `Replica.predict`; `labels` float32 `[B]` or `[B, T]`; `sequences` are the features
+        that are not pooled, `looked_up` is as `ask` gave it, and `weights` are those of the samples, float32 `[B]`.
 
         Returns:
-            The mean log loss, 0-d; the logits, float32 `[B]`; the loss's gradient by `pooled` and by the values of
+            The loss, 0-d; the logits, float32 as the labels; the loss's gradient by `pooled` and by the values of
             `sequences`, float32. All on the device of `pooled`.
 
         Raises:
-            ConfigError: the module's output is not `[B]`, or it has put other parameters in place of its own.
+            ConfigError: the module's output is not shaped as the labels, or it has put other parameters in place of
+                its own.
         """
         device = self._replica.flat.device
         leaf = pooled.detach().to(device).requires_grad_()
         leaves = {name: found.to(device).leaf() for name, found in sequences.items()}
-        logits = self._forward(dense.to(device), Pooled(leaf, self._replica.dims, leaves, looked_up))
-        target = labels.to(device)
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, target)
+        logits = self._forward(dense.to(device), Pooled(leaf, self._replica.dims, leaves, looked_up), labels.shape)
+        loss = self._replica.objective(logits, labels.to(device), None if weights is None else weights.to(device))
         vectors = [leaf, *(found.values for found in leaves.values())]
         if not all(parameter.requires_grad for parameter in self._parameters):
             raise self._swapped()
@@ -341,7 +346,7 @@ class WorkerModule:
                 slot.view(flat).copy_(gradient)
         return flat
 
-    def _forward(self, dense: Tensor, embeddings: Pooled) -> Tensor:
+    def _forward(self, dense: Tensor, embeddings: Pooled, shape: torch.Size) -> Tensor:
         try:
             if self._autocast is None:
                 logits = self.module(dense, embeddings)
@@ -357,10 +362,12 @@ class WorkerModule:
                 f"the model {type(self.module).__name__} returns {what}; return logits that depend on its parameters "
                 "or on the embeddings"
             )
-        if logits.shape != dense.shape[:1]:
+        if logits.shape != shape:
+            one = "one logit per sample"
+            wanted = f"{one}, for instance with .squeeze(1)" if len(shape) == 1 else f"{one} and label, {list(shape)}"
             raise ConfigError(
                 f"the model {type(self.module).__name__} returns logits of shape {list(logits.shape)} for a batch of "
-                f"{len(dense)} samples; return one logit per sample, for instance with .squeeze(1)"
+                f"{len(dense)} samples; return {wanted}"
             )
         floats: Tensor = logits.float()
         return floats

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shadowsync.data.labels import column
 from shadowsync.data.reader import Feed, LeasedBatch
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.errors import NonFiniteLoss, ShadowSyncError
@@ -86,7 +87,7 @@ class Update(ABC):
         """Takes the gradients of one batch; the worker's next step starts when it returns.
 
         Whoever implements it also says `Feed.done`, once, as soon as the gradients are in the parameters. The module
-        holds the gradients of the dense part; `gradient` is that of the mean loss by the vectors in `pulled`, float32,
+        holds the gradients of the dense part; `gradient` is that of the loss by the vectors in `pulled`, float32,
         and not written to again; `factor`, in [0, 1], is on all learning rates.
         """
 
@@ -154,7 +155,7 @@ class TrainerContext:
 
     Attributes:
         prefetch: pulls under way per worker.
-        record: trainer rank, logits `[B]` and labels `[B]` after each step.
+        record: trainer rank, logits `[B]` and labels `[B]` of the first task after each step.
         trained: samples trained by the whole job so far.
         stopping: true when workers should end at the next boundary.
         before_step: trainer rank and iteration; raises `TrainerLost` to script a death.
@@ -241,7 +242,7 @@ class Worker:
         factor, started = self._factor(len(batch)) * context.scale(), time.monotonic()
         forward_and_backward = self._module.loss_and_gradients if context.compute else _nothing_computed
         loss, logits, gradient = forward_and_backward(
-            batch.dense, pulled.pooled, batch.labels, pulled.sequences, looked_up
+            batch.dense, pulled.pooled, batch.labels, pulled.sequences, looked_up, batch.weights
         )
         if not torch.isfinite(loss):
             raise self._not_finite(loss.item(), leased)
@@ -252,7 +253,7 @@ class Worker:
         computed_s = time.monotonic() - started
         self.update.apply(leased, pulled, self._module, gradient, factor)
         self.iterations += 1
-        context.record(context.rank, logits, batch.labels)
+        context.record(context.rank, column(logits, 0), column(batch.labels, 0))
         context.driver.after_step(self._index, self.iterations)
         context.stepped(computed_s, self._waited_s + time.monotonic() - began - computed_s)
         if context.gate.pausing:
@@ -350,7 +351,11 @@ class Worker:
 
 
 def _nothing_computed(
-    _: Tensor, pooled: Tensor, labels: Tensor, sequences: Mapping[str, JaggedVectors], __: LookedUp | None
+    _: Tensor,
+    pooled: Tensor,
+    labels: Tensor,
+    sequences: Mapping[str, JaggedVectors],
+    *__: LookedUp | Tensor | None,
 ) -> tuple[Tensor, Tensor, VectorGradients]:
     """What a step gives that computes nothing: no loss, even odds, and gradients of zeros."""
     return torch.zeros(()), torch.zeros_like(labels), VectorGradients.zeros(pooled, sequences)

@@ -71,25 +71,30 @@ def to_rows(hashes: Words, rows: np.uint64 | int) -> Ids:
     return hashes.view(np.int64)
 
 
-def hash_texts(text: NDArray[np.uint8], edges: NDArray[np.int64]) -> Words:
-    """One word per text, eight of its bytes at a time.
+def hash_texts(lengths: Ids, words_at: Callable[[int, Any], Words]) -> Words:
+    """One word per text of so many UTF-8 bytes, eight of which are a little-endian word, the last filled up with zeros.
 
-    Args:
-        text: the UTF-8 bytes of all, and eight more behind them, so that a word begins at every byte.
-        edges: text `l` is `text[edges[l]:edges[l + 1]]`, `[L + 1]`.
+    `words_at` gives the words that begin at a byte of those texts.
     """
-    every_word = np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
-    starts, lengths = edges[:-1], np.diff(edges)
     hashes = mix(lengths.astype(np.uint64))
     shortest = int(lengths.min()) if len(lengths) else 0
     for position in range(0, int(lengths.max(initial=0)), 8):
         longer: Any = slice(None) if position < shortest else np.flatnonzero(lengths > position)
-        words = every_word[starts[longer] + position]
-        if position + 8 > shortest:
-            unused_bits = (8 * (8 - np.minimum(lengths[longer] - position, 8))).astype(np.uint64)
-            words = (words << unused_bits) >> unused_bits
-        hashes[longer] = mix(hashes[longer] ^ words)
+        hashes[longer] = mix(hashes[longer] ^ words_at(position, longer))
     return hashes
+
+
+def hash_bytes(text: NDArray[np.uint8], edges: NDArray[np.int64]) -> Words:
+    """Of texts one after the other: text `l` is `text[edges[l]:edges[l + 1]]`; behind the last one are eight more,
+    bytes, so that a word begins at every byte."""
+    every_word = np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
+    starts, lengths = edges[:-1], np.diff(edges)
+
+    def words_at(position: int, where: Any) -> Words:
+        unused_bits = (8 * (8 - np.minimum(lengths[where] - position, 8))).astype(np.uint64)
+        return np.asarray((every_word[starts[where] + position] << unused_bits) >> unused_bits)
+
+    return hash_texts(lengths, words_at)
 
 
 class Known:
@@ -419,7 +424,7 @@ class Given(Cells):
         except UnicodeEncodeError as error:
             raise ValueError(f"column {self.name!r} holds {error.object!r}, which UTF-8 has no bytes for") from error
         edges = np.fromiter(itertools.accumulate(map(len, encoded), initial=0), np.int64, len(encoded) + 1)
-        return hash_texts(np.frombuffer(b"".join([*encoded, bytes(8)]), dtype=np.uint8), edges)
+        return hash_bytes(np.frombuffer(b"".join([*encoded, bytes(8)]), dtype=np.uint8), edges)
 
     @functools.cached_property
     def integers(self) -> Ids:

@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.serving import DAY_US, NOTHING, Cells, Ids, Known, Mask, Words, hash_texts, mix
+from shadowsync.serving import DAY_US, NOTHING, Cells, Ids, Known, Mask, Words, hash_bytes, hash_texts, mix
 
 pa: Any = pyarrow  # has no types
 
 _LONG = ("Int128", "UInt128")
+_INLINE, _LENGTH, _HALF = 12, np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def form_of(kind: pl.DataType) -> str | None:
@@ -97,14 +98,32 @@ def words(values: pl.Series) -> Words:
 
 def hash_strings(strings: pl.Series) -> Words:
     """One word per string, from its UTF-8 bytes; a missing string counts as empty."""
-    given = strings.fill_null("") if strings.null_count() else strings
-    array = given.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()).cast(pa.large_binary())
+    given = strings.rechunk()
+    array = given.to_arrow(compat_level=pl.CompatLevel.newest())
+    # Arrow's views: 4 bytes of length, then the string itself if it has at most 12 bytes, filled up with zeros
+    views = np.frombuffer(array.buffers()[1], dtype="<u8").reshape(-1, 2)[array.offset : array.offset + len(array)]
+    lengths, missing = (views[:, 0] & _LENGTH).astype(np.int64), given.is_null().to_numpy()
+    if lengths.max(initial=0) > _INLINE:
+        return _hash_long(given.fill_null(""))
+    lengths[missing] = 1  # not the shortest one
+
+    def words_at(position: int, where: Any) -> Words:
+        ends = views[where, 1]
+        return ends >> _HALF if position else np.asarray(views[where, 0] >> _HALF | ends << _HALF)
+
+    hashes = hash_texts(lengths, words_at)
+    hashes[missing] = mix(np.zeros(1, dtype=np.uint64))[0]
+    return hashes
+
+
+def _hash_long(strings: pl.Series) -> Words:
+    array = strings.to_arrow(compat_level=pl.CompatLevel.oldest()).cast(pa.large_binary())
     _, offsets, data = array.buffers()
     edges = np.frombuffer(offsets, dtype=np.int64)[array.offset : array.offset + len(array) + 1]
     text = np.zeros(edges[-1] + 8, dtype=np.uint8)
     if data is not None:
         text[: edges[-1]] = np.frombuffer(data, dtype=np.uint8, count=edges[-1])
-    return hash_texts(text, edges)
+    return hash_bytes(text, edges)
 
 
 def as_numpy(values: pl.Series, missing: float) -> NDArray[Any]:

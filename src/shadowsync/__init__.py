@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from shadowsync.job import Interrupted, Job
     from shadowsync.models.inputs import Inputs
     from shadowsync.models.wrapping import Wrapped, wrap
+    from shadowsync.report.callback import Callback
     from shadowsync.report.result import Result
     from shadowsync.training.worker import TrainerLost
 
 __all__ = [
+    "Callback",
     "CompressedCut",
     "Config",
     "Inputs",
@@ -35,6 +37,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "shadowsync.report.callback",
     "CompressedCut": "shadowsync.compression.cut",
     "Config": "shadowsync.config",
     "Inputs": "shadowsync.models.inputs",

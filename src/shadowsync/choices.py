@@ -5,6 +5,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
+from torch import nn
+
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
@@ -13,11 +16,12 @@ from shadowsync.data.labels import Task
 from shadowsync.data.source import Source
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage, storage_class
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, blamed
 from shadowsync.metrics.named import wanted
 from shadowsync.models.model import ModelSpec
+from shadowsync.models.wrapping import wrap
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
-from shadowsync.registry import build, choose, members, option_names, split_options
+from shadowsync.registry import build, choose, imported_class, members, option_names, split_options
 from shadowsync.sync.background import Background
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.none import NoSync
@@ -89,7 +93,7 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_cluster(config)
     _check_emulation(config)
     _check_validation(config)
-    if own_model and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
+    if own_model and ":" not in config.model.name and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime)
     for failures in recovery.schedules:
@@ -176,7 +180,7 @@ def _without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:
     config = parse(selectors)
     kept = dict(values)
     for name, chosen in _chosen_members(config).items():
-        if name in values:
+        if name in values and (chosen or name != "model"):  # what a class of the user's takes, it says itself
             known = {*_own_keys(name), *(option for member in chosen.values() for option in option_names(member))}
             kept[name] = {key: value for key, value in values[name].items() if key in known}
     if isinstance(codecs := values.get("compression"), Mapping):
@@ -211,6 +215,38 @@ def _without_idle_codecs(values: dict[str, Any], changed: Any) -> dict[str, Any]
     return {**values, "compression": stored} if stored or "compression" in values else values
 
 
+def named_module(config: Config) -> nn.Module | None:
+    """The module whose class `model.name` names, made with the other keys of `model` and wrapped if it holds
+    embeddings that can be served; None where that names none.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be made.
+    """
+    name, options = config.model.name, config.model.options
+    if ":" not in name or _of_model(name):
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        try:
+            module: nn.Module = imported_class("model.name", name, nn.Module)(**options)
+        except Exception as error:  # whatever it raises
+            raise ConfigError(
+                f"model.name={name} cannot be made with {', '.join(options) or 'no options'}: {blamed(error)}"
+            ) from error
+    inside = any(
+        isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.weight.requires_grad for child in module.modules()
+    )
+    return wrap(module) if inside else module
+
+
+def chosen_source(config: Config) -> Source:
+    """The source alone."""
+    name = config.data.name
+    chosen = {f"data.name={name}": choose("data.name", name, "shadowsync.data", Source)}
+    found: Source = _built("data", config, {"data": chosen})[0]
+    return found
+
+
 # --- members of sections ----------------------------------------------------------------------------------------------
 
 
@@ -230,12 +266,19 @@ def _chosen_members(config: Config) -> dict[str, dict[str, type[Any]]]:
 
     method, schedule = chosen("sync.method", "sync", SyncMethod), chosen("sync.schedule", "sync", Schedule)
     steps = config.aggregation.method is not None
+    model = config.model.name
     return {
         "data": chosen("data.name", "data", Source),
-        "model": chosen("model.name", "models", ModelSpec),
+        "model": _of_model(model) if ":" in model else chosen("model.name", "models", ModelSpec),
         "sync": method | schedule if all(member.active for member in method.values()) else method,
         "aggregation": chosen("aggregation.method", "aggregation", Aggregation) if steps else {},
     }
+
+
+def _of_model(name: str) -> dict[str, type[Any]]:
+    """The `ModelSpec` of the user's that `model.name` names by its class; a module has no options that are known."""
+    named = imported_class("model.name", name, ModelSpec, nn.Module)
+    return {f"model.name={name}": named} if issubclass(named, ModelSpec) else {}
 
 
 def _built(section: str, config: Config, chosen: Mapping[str, Mapping[str, type[Any]]]) -> list[Any]:

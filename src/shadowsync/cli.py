@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from shadowsync.errors import ConfigError, ShadowSyncError, shortened
+from shadowsync.errors import ConfigError, ShadowSyncError, lacks_memory, shortened
 
 if TYPE_CHECKING:
     from shadowsync.inference import Trained
@@ -70,6 +70,15 @@ Checkpoints = Annotated[
     ),
 ]
 
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="CLASS",
+        help="package.module:Class that the run named as its model; it is run only if you name it here.",
+    ),
+]
+
 Newest = Annotated[
     bool, typer.Option("--newest", help="Take the newest checkpoint, also where an earlier one was better.")
 ]
@@ -80,6 +89,10 @@ def train(
     settings: Overrides = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go; a new folder in runs/.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from this run's newest checkpoint.")] = None,
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Begin with what this run has learnt, on other rows (data.path=…)."),
+    ] = None,
 ) -> None:
     """Train a model; with nothing else, the demo.
 
@@ -101,18 +114,24 @@ def train(
             f"one configuration file at most, not {' and '.join(map(str, files))}; overrides are key.path=value"
         )
     overrides = [setting for setting in settings or () if "=" in setting]
-    train_from_command_line(files[0] if files else None, overrides, out, resume)
+    train_from_command_line(files[0] if files else None, overrides, out, resume, start_from)
 
 
 @app.command()
-def evaluate(folder: RunFolder, data: DataPath = None, checkpoints: Checkpoints = None, newest: Newest = False) -> None:
+def evaluate(
+    folder: RunFolder,
+    data: DataPath = None,
+    checkpoints: Checkpoints = None,
+    newest: Newest = False,
+    model: Model = None,
+) -> None:
     """Measure a trained model on its test rows, or on other rows."""
     from rich.console import Console
 
     from shadowsync.inference import Trained
     from shadowsync.report.reporter import quality_table
 
-    trained = _said(Trained(folder, checkpoints=checkpoints, newest=newest))
+    trained = _said(Trained(folder, model, checkpoints, newest))
     Console().print(quality_table(trained.evaluate(data)))
     for sentence in trained.remarks:
         typer.echo(sentence)
@@ -129,11 +148,12 @@ def predict(
     ] = None,
     checkpoints: Checkpoints = None,
     newest: Newest = False,
+    model: Model = None,
 ) -> None:
     """Write the predicted probability of each row, in the order of the rows."""
     from shadowsync.inference import Trained
 
-    trained = _said(Trained(folder, checkpoints=checkpoints, newest=newest))
+    trained = _said(Trained(folder, model, checkpoints, newest))
     rows = trained.predict(data, out, keep or ())
     for sentence in trained.remarks:
         typer.echo(sentence, err=True)
@@ -150,6 +170,7 @@ def export(
     ] = None,
     checkpoints: Checkpoints = None,
     newest: Newest = False,
+    model: Model = None,
 ) -> None:
     """Write the model with its tables as one file that torch alone loads, or what has changed of its rows."""
     if since is not None:
@@ -163,7 +184,7 @@ def export(
         return
     from shadowsync.inference import Trained
 
-    _said(Trained(folder, checkpoints=checkpoints, newest=newest)).export(out)
+    _said(Trained(folder, model, checkpoints, newest)).export(out)
     typer.echo(f"the model is in {out}: torch.export.load({str(out)!r}).module()")
 
 
@@ -381,9 +402,7 @@ def _run() -> tuple[int, str]:
     except (typer.Abort, KeyboardInterrupt):
         status = _INTERRUPTED
     except (MemoryError, RuntimeError) as error:
-        # torch has no error of its own for it on the CPU
-        said = ("can't allocate memory", "bad_alloc", "can't start new thread")
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in said):
+        if not lacks_memory(error):
             raise
         return 1, _NO_MEMORY
     return status or 0, "interrupted" if status == _INTERRUPTED else ""  # what typer makes of a KeyboardInterrupt

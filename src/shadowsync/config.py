@@ -7,6 +7,7 @@ Comments say what raising a value does.
 
 import contextlib
 import datetime
+import math
 import re
 import textwrap
 import types
@@ -37,6 +38,7 @@ EMULATED_S = 1e9
 
 
 _WITHIN = re.compile(r"within=[1-9][0-9]{0,17}")
+_DURATION = re.compile(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?[smhd]")
 
 
 class Section(BaseModel):
@@ -325,6 +327,11 @@ class TrainConfig(Section):
         description="false with emulate_step_ms: wait instead of computing, to study servers and networks with more "
         "trainers than cores; nothing is learned",
     )
+    time_limit: str | None = Field(
+        None,
+        description="training ends after so long, as 90s, 30m, 2h or 1d, or with data.epochs if that comes first; the "
+        "state is then saved and tested, and --resume goes on for as long again",
+    )
     save_every_s: float | None = Field(
         None, gt=0, le=EMULATED_S, description="seconds between checkpoints; None saves at the end only"
     )
@@ -376,6 +383,19 @@ class TrainConfig(Section):
         if isinstance(given, str) and given != "epoch" and not given.isdecimal():
             raise ValueError("it must be a number of rows, or epoch")
         return given
+
+    @pydantic.field_validator("time_limit", mode="before")
+    @classmethod
+    def _duration(cls, given: Any) -> Any:
+        if given is not None and not (isinstance(given, str) and _DURATION.fullmatch(given)):
+            raise ValueError("it must be a number above 0 with s, m, h or d behind it, for instance 30m")
+        return given
+
+    @property
+    def limit_s(self) -> float:
+        """`time_limit` in seconds."""
+        given = self.time_limit
+        return math.inf if given is None else float(given[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[given[-1]]
 
 
 class SyncConfig(Choice):
@@ -542,6 +562,10 @@ class ReportConfig(Section):
         1.0, gt=0, le=LONGEST_S, description="seconds between progress lines and rows of metrics.jsonl"
     )
     window: int = Field(100_000, ge=1, description="samples in the window of NE; more is smoother and slower to react")
+    callbacks: tuple[str, ...] = Field(
+        (),
+        description="what else is told of the run: mlflow, wandb, or package.module:Class of a shadowsync.Callback",
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     html: bool = Field(True, description="write report.html")
     prometheus_port: int | None = Field(

@@ -16,6 +16,7 @@ fixes it: it is shown to the user as it stands, without a traceback.
 """
 
 import re
+import traceback
 
 _LONGEST_WORD, _LONGEST = 200, 2000
 
@@ -74,3 +75,23 @@ class NonFiniteTensor(RunError):
 
 class SaveError(RunError):
     """Results or a checkpoint could not be written."""
+
+
+def blamed(error: BaseException) -> str:
+    """What code of the user's raised, and where: `KeyError: 'user' (model.py, line 7)`."""
+    reason, line = next(iter(str(error).splitlines()), ""), line_of(error)
+    return f"{type(error).__name__}{': ' if reason else ''}{reason}{'' if line is None else f' ({line})'}"
+
+
+def line_of(error: BaseException) -> str | None:
+    """The innermost line from which it came that is neither ours nor PyTorch's."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    ours = ("shadowsync", "torch", "importlib")
+    own = ((f, line) for f, line in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in ours)
+    return next((f"{frame.f_code.co_filename}, line {line}" for frame, line in own), None)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the machine gave no memory, or no thread; torch has no error of its own for it on the CPU."""
+    said = ("can't allocate memory", "bad_alloc", "can't start new thread")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in said))

@@ -6,25 +6,28 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast, overload
 
+import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shadowsync.assembly import make_module, planned, row_optimizer
 from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.choices import Choices, as_trained, choose_all
+from shadowsync.choices import Choices, as_trained, choose_all, named_module
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions, FileRows, large_columns
+from shadowsync.data.frame import TableOptions, batch_of
 from shadowsync.data.labels import Task, answers
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.splits import PARTS, open_parts, whole
-from shadowsync.data.spooling import with_rows_of
+from shadowsync.data.spooling import Given, with_rows_of
 from shadowsync.data.tables import Columns, OpenTable, TableSource
 from shadowsync.data.writer import is_csv, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
@@ -38,6 +41,7 @@ from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
 from shadowsync.preparing import prepared, trained_source
+from shadowsync.registry import nearest
 from shadowsync.report.words import left_out
 from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica
@@ -50,6 +54,17 @@ LOADED_ROWS = 1 << 20
 
 Logits = Callable[[Batch], Tensor]
 """Gives float32 `[B]`, or `[B, T]` of several tasks."""
+
+
+class Embeddings(NamedTuple):
+    """Trained vectors: what each is of, `[R]`, and float32 `[R, D]`."""
+
+    ids: NDArray[Any]
+    vectors: NDArray[np.float32]
+
+    def arrow(self) -> Any:
+        """As a `pyarrow.Table` of the columns `id` and `vector`."""
+        return pl.DataFrame({"id": self.ids, "vector": self.vectors}).to_arrow()
 
 
 def predictor(replica: Replica, embeddings: EmbeddingClient) -> Logits:
@@ -85,7 +100,8 @@ class Trained:
 
     Args:
         folder: of the run.
-        model: the module of the user's own that the run trained, wrapped or not, if it did.
+        model: the module of the user's own that the run trained, wrapped or not, if it did; or `package.module:Class`,
+            where the run named it so (`model.name`): what a folder names is not run unless the user names it, too.
         checkpoints: where they are; None: where the folder says, which is not followed to another machine.
         newest: read the newest checkpoint, also where another one was better.
 
@@ -103,7 +119,7 @@ class Trained:
     def __init__(
         self,
         folder: Path | str,
-        model: nn.Module | None = None,
+        model: nn.Module | str | None = None,
         checkpoints: str | None = None,
         newest: bool = False,
     ) -> None:
@@ -111,12 +127,21 @@ class Trained:
         self.skipped = saved.skipped
         self.remarks: tuple[str, ...] = ()
         state = job_state(saved)
-        if state.own_model and model is None:
+        stored = with_rows_of(Path(folder), without(saved.config, "data", "cache"))
+        code = unfollowed({"model": stored.get("model")}, Path(folder)).get("model.name")
+        if model is None and (state.own_model or code is not None):
+            how = "model=module" if code is None else f"model={code!r}) (--model {code}"
             raise ConfigError(
-                f"{folder} trained a module of your own: shadowsync.Trained({str(folder)!r}, model=module)"
+                f"{folder} trained a module of your own: give it with shadowsync.Trained({str(folder)!r}, {how})"
             )
         self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
-        self.config: Config = parse(with_rows_of(Path(folder), without(saved.config, "data", "cache")))
+        if isinstance(model, str):
+            stored["model"] = {**stored.get("model", {}), "name": model}
+        elif code is not None:
+            stored = without(stored, "model", "name")
+        self.config: Config = parse(stored)
+        if isinstance(model, str):
+            model = named_module(self.config)
         chosen = trained_source(saved, choose_all(self.config, own_model=model is not None))
         self.choices: Choices = as_trained(chosen, self.config, state.layout)
         self.schema: Schema = state.schema
@@ -183,6 +208,78 @@ class Trained:
             source = source.unlabelled()
         return cast("Source", source)
 
+    @overload
+    def predict(self, data: object, out: None = None) -> NDArray[np.float32]: ...
+    @overload
+    def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int: ...
+    def predict(
+        self, data: object, out: Path | str | None = None, keep: Sequence[str] = ()
+    ) -> NDArray[np.float32] | int:
+        """The probability of each row, in the rows' order, float32 `[T]`; with `out` they are written, with `logit`,
+        and how many is returned.
+
+        The rows are at a path, or with no `out` in memory: a table of polars, pandas, pyarrow or Hugging Face, a dict
+        of columns, or an iterable of those. They may be without labels; `out` is parquet or CSV as its name ends.
+        Before the two the columns of the rows that `keep` names are written as they are.
+
+        Raises:
+            ConfigError: `out` is one of the files that hold the rows, or its name ends otherwise; a column cannot be
+                kept; or what is given holds no rows.
+            DataError: the rows do not fit the model, or lack a column that is to be kept.
+            SaveError: the file cannot be written; nothing is left of it.
+        """
+        if keep and out is None:
+            raise ConfigError(f"predict: keep={list(keep)} has no effect without out=…, a file to write them to")
+        if isinstance(data, str | Path):
+            if out is not None:
+                return self._write(data, Path(out), keep)
+            with contextlib.closing(self.rows(data, labelled=False)) as opened:
+                return score(self._predict, opened)[0].sigmoid().numpy()
+        if out is not None:
+            raise ConfigError("predict: rows in memory are not written: leave out=… out, or give the path of the rows")
+        if not (found := [self._predict(batch).sigmoid() for batch in self._batches(data)]):
+            raise DataError("data holds no rows")
+        return torch.cat(found).numpy()
+
+    def _batches(self, rows: object) -> Iterator[Batch]:
+        """Rows in memory, whose columns are those of the run's, or are called like the model's features."""
+        source: Any = self.choices.source
+        source = source if isinstance(source, TableOptions) else parquet_of(self.schema, "rows")
+        source, first = source.unlabelled(), 0
+        for frame in Given("data", rows.collect() if isinstance(rows, pl.LazyFrame) else rows).frames():
+            columns = source.read_alike([(frame.schema, "data")])
+            for piece in frame.iter_slices(BATCH_SIZE):
+                batch, problems = batch_of(piece, source, columns)
+                for problem in problems:
+                    raise DataError(f"data, row {first + problem.row}: {problem.text}")
+                first += len(piece)
+                yield batch
+
+    def embeddings(self, name: str) -> Embeddings:
+        """The trained vectors of a categorical column, or of a table.
+
+        An id is the value itself where the column is a vocabulary (whose rows for missing and unknown values are left
+        out) or holds the ids as they are; of anything else, hashed values say, the number of the row.
+
+        Raises:
+            ConfigError: there is no such column or table.
+        """
+        table = next((table for table in self.tables if name == table.name or name in table.features), None)
+        if table is None:
+            known = dict.fromkeys(one for table in self.tables for one in (*table.features, table.name))
+            raise ConfigError(
+                f"embeddings: there is no column {name}{nearest(name, known)}; there are {', '.join(known)}"
+            )
+        begin = 0 if self.choices.model is None else self.choices.model.extra_columns
+        vectors = self._rows(table.name, 0, table.rows)[:, begin:].numpy()
+        learnt = getattr(self.choices.source, "learnt", None)
+        values = {} if learnt is None else learnt.values
+        column = next((one for one in (name, *table.features) if one in values), None)
+        if column is None:
+            return Embeddings(pl.int_range(len(vectors), eager=True).to_numpy(), vectors)
+        given = values[column].values
+        return Embeddings(given.to_numpy(), vectors[table.rows - len(given) :])
+
     def evaluate(self, data: Path | str | None = None) -> TestMetrics:
         """Quality on the run's test rows, or on those at `data`."""
         opened = self.rows(data)
@@ -198,19 +295,7 @@ class Trained:
         self._remark(unscaled, measured.undefined("these rows"), bad)
         return measured
 
-    def predict(self, data: Path | str, out: Path | str, keep: Sequence[str] = ()) -> int:
-        """Writes `probability` and `logit` of each row (see `labels.answers`), in the rows' order; returns how many.
-
-        The rows may be without labels; `out` is parquet or CSV as its name ends. Before the two the columns of the rows
-        that `keep` names are written as they are.
-
-        Raises:
-            ConfigError: `out` is one of the files that hold the rows, or its name ends otherwise; a column cannot be
-                kept.
-            DataError: the rows do not fit the model, or lack a column that is to be kept.
-            SaveError: the file cannot be written; nothing is left of it.
-        """
-        out = Path(out)
+    def _write(self, data: Path | str, out: Path, keep: Sequence[str]) -> int:
         is_csv(out)
         opened = self.rows(data, labelled=False)
         count = 0

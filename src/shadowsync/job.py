@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from shadowsync.checkpoint.job_state import column_difference, course_of, job_st
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore, as_whole
-from shadowsync.choices import Choices, as_trained, choose_all, global_batch, resumed, server_count
+from shadowsync.choices import Choices, as_trained, choose_all, global_batch, named_module, resumed, server_count
 from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
@@ -57,6 +58,7 @@ from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.recovery_controller import RecoveryController, put_back
 from shadowsync.registry import option_names
+from shadowsync.report.callback import Callback, Callbacks, Watching, checked, named
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
 from shadowsync.report.result import Result, cores
@@ -77,6 +79,7 @@ from shadowsync.runtime.control import Unsendable, packed
 from shadowsync.runtime.inprocess import InProcess
 from shadowsync.runtime.runtime import Runtime
 from shadowsync.sections import make_result
+from shadowsync.starting import Start
 from shadowsync.training.losses import own_losses
 from shadowsync.training.replica import Replica
 from shadowsync.validation import Validation
@@ -111,7 +114,9 @@ class Job:
             module in `shadowsync.wrap`, instead of `config.model`.
         tables: embedding tables instead of `config.embedding.tables`.
         out: folder for results; None makes a new one in `runs/`.
-        resume: folder of a run whose newest checkpoint to go on from.
+        resume: folder of a run whose newest checkpoint to go on from, at the row where it was.
+        start_from: folder of a run whose rows, weights and optimizer state this one begins with, on rows of its own.
+        callbacks: what else is told of the run, beside those of `report.callbacks`.
         failures: called with a trainer's rank and iteration before each step; raises `TrainerLost` to script a death.
         data: the training rows, if no files hold them that the configuration names: a table of polars, pandas, pyarrow
             or Hugging Face, a dict of columns, or an iterable of those. They are kept in `out` and read from there.
@@ -123,7 +128,7 @@ class Job:
         ConfigError: something is unknown or out of range; nothing was started.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all but the first by name)
         self,
         config: Config | Mapping[str, Any] | None = None,
         *,
@@ -135,26 +140,42 @@ class Job:
         data: object = None,
         test_data: object = None,
         loss: Loss | Mapping[str, Loss] | None = None,
+        start_from: Path | str | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.resume = Path(resume) if resume is not None else None
+        self.start_from = Path(start_from) if start_from is not None else None
+        if self.resume is not None and self.start_from is not None:
+            raise ConfigError("resume goes on with a run, start_from (--from) begins another one: give one of them")
         self.out = Path(out) if out is not None else self.resume or new_folder()
         rows: dict[Split, object] = {"train": data, "test": test_data}
         names: Mapping[Split, str] = {"train": "data", "test": "test_data"}
         self._given = {split: Given(names[split], held) for split, held in rows.items() if held is not None}
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
+        if model is None:
+            model = named_module(asked)
+        elif ":" in asked.model.name:
+            raise ConfigError(f"model.name={asked.model.name} and model=… are both given: leave one of them out")
         check_called(model)
         asked = with_kept_rows(asked, self._given, self.out, self.resume)
+        self.callbacks = (*checked(callbacks), *named(asked.report.callbacks))
         self.own = Own(model, tables, failures, loss)
         runtime, self.why_there = where_roles_run(asked, self.own)
         self.config = with_runtime(asked, runtime)
         self.choices = choose_all(self.config, own_model=model is not None)
         own_losses(self.choices.source.tasks, loss)
 
-    def run(self, console: Console | None = None, on_frame: Callable[[Frame], None] | None = None) -> Result:
+    def run(
+        self,
+        console: Console | None = None,
+        on_frame: Callable[[Frame], None] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Result:
         """Trains to the end, evaluates on the test rows, and writes the results into `out`.
 
-        The console is where progress is shown. `on_frame` is called with each line of the history as it is written;
-        what it raises ends the run.
+        Progress is shown on the console, stderr without one, or in the notebook; `progress=False` shows nothing.
+        `on_frame` is called with each line of the history as it is written; what it raises ends the run.
 
         Raises:
             UserError: data, configuration or checkpoint cannot be used.
@@ -168,11 +189,13 @@ class Job:
             self._claim_place(stack)
             if self.out != self.resume:
                 check_unused(self.out)
-            console, began = console or Console(quiet=True), time.monotonic()
+            console, began = console or Console(stderr=True, soft_wrap=True, quiet=not progress), time.monotonic()
+            console.print(_headline(self), highlight=False)
+            callbacks = (*self.callbacks, *([] if on_frame is None else [Watching(on_frame)]))
             self._keep_given(console)
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # workers are the parallelism: each operator runs in its worker's thread
-            return _Run(self, began, console, on_frame, stack).to_the_end()
+            return _Run(self, began, console, callbacks, stack).to_the_end()
 
     def _keep_given(self, console: Console) -> None:
         """Puts rows that were given where the configuration says they are."""
@@ -194,12 +217,22 @@ class Job:
             raise SaveError(f"{error}, and nothing was trained: set train.checkpoint_dir to another place") from error
 
 
-def train_from_command_line(path: Path | None, overrides: Sequence[str], out: Path | None, resume: Path | None) -> None:
+def train_from_command_line(
+    path: Path | None,
+    overrides: Sequence[str],
+    out: Path | None,
+    resume: Path | None,
+    start_from: Path | None = None,
+) -> None:
     """`shadowsync train`: shows progress and says where the results are."""
-    config = load(path, overrides) if resume is None else _resumed_config(resume, path, overrides, out)
-    job = Job(config, out=out, resume=resume)
+    if resume is not None and start_from is not None:
+        raise ConfigError("--resume goes on with a run, --from begins another one: give one of them")
+    if (before := resume or start_from) is None:
+        config = load(path, overrides)
+    else:
+        config = _resumed_config(before, path, overrides, own=resume is not None and out in (None, resume))
+    job = Job(config, out=out, resume=resume, start_from=start_from)
     console = Console(soft_wrap=True)
-    console.print(_headline(job), highlight=False)
     try:
         job.run(console)
     except KeyboardInterrupt as interrupt:
@@ -272,12 +305,14 @@ class _Run:
         job: Job,
         began: float,
         console: Console,
-        on_frame: Callable[[Frame], None] | None,
+        callbacks: Sequence[Callback],
         stack: contextlib.ExitStack,
     ) -> None:
         self.job, self.config, self.choices, self.console = job, job.config, job.choices, console
-        self._on_frame = on_frame
+        self.callbacks = Callbacks(callbacks, lambda sentence: self._tell(f"warning: {sentence}"))
         self.began = began
+        self._ends_at = math.inf
+        self._out_of_time = False
         store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
         self.store = store
         self.saved = self._load(store)
@@ -286,7 +321,11 @@ class _Run:
             _check_split(self.saved, self.config)
             _check_measure(self.saved, self.config)
             _check_losses(self.saved, self.choices, job.own)
-        self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
+        self.start = None if job.start_from is None else Start(job.start_from)
+        if self.start is None:
+            self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
+        else:
+            self.config, self.choices = self.start.prepared(self.config, self.choices)
         train, valid, test = open_sources(self.config, self.choices)
         self.config, self.choices = _settled(self.config, self.choices, whole(train))
         for source in (train, valid, test):
@@ -308,6 +347,8 @@ class _Run:
         if self.saved is not None:
             _check_same(self.saved, self.config)
             self._unless_somebody_dies(partial(put_back, self.session, self.saved))
+        elif self.start is not None:
+            self._unless_somebody_dies(partial(self.start.fill, self.session))
         self.load_s = time.monotonic() - started
         self.seconds_before = 0.0
         self._first_began = 0.0  # the training, before any resume; as `time.monotonic`
@@ -318,6 +359,9 @@ class _Run:
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
         self.keeping = RecoveryController(self.session, store, self.saver, given(self.config), self.saved, own)
+        self.keeping.on_saved = lambda name, samples: self.callbacks.tell(
+            "on_checkpoint", f"{checkpoint_root(job.out, self.config.train.checkpoint_dir)}/{name}", samples
+        )
         self.validation = None if valid is None else Validation(self.session, self.keeping, valid, self._tell)
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
@@ -360,11 +404,13 @@ class _Run:
 
     def to_the_end(self) -> Result:
         make_folder(self.job.out, given(self.config))
-        with self.saver, self._reporter() as reporter:
+        config = resolved(self.config, self.choices, self.session.warmup_samples)
+        with self.callbacks.around(self.job.out, config), self.saver, self._reporter() as reporter:
             with stop_on_signals() as request:
                 with self.session.recorder:
                     started = time.monotonic()
                     self._first_began = started - self.seconds_before
+                    self._save_start()
                     self._train(reporter, request)
                 self.keeping.take_stock()
                 self._show(reporter, ended=True)
@@ -374,10 +420,11 @@ class _Run:
             self._check_rows(test)
             self.keeping.take_stock()
             self._notice(reporter, saving=False)  # who died meanwhile
-            config, startup_s = resolved(self.config, self.choices, self.session.warmup_samples), started - self.began
             validated = None if self.validation is None else self.validation.section()
+            startup_s = started - self.began
             result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units, validated)
             reporter.finish(result)
+        self.callbacks.tell("on_end", result, None)
         return result
 
     def _reporter(self) -> Reporter:
@@ -397,7 +444,8 @@ class _Run:
             self.keeping.save_last()
             self._tell(
                 f"nothing is left to train: every row of the {self.config.data.epochs} epoch(s) was trained before; to "
-                f"train on, set data.epochs={self.config.data.epochs + 1}"
+                f"train on, set data.epochs={self.config.data.epochs + 1}, or begin on other rows with what was "
+                f"learnt: shadowsync train --from {self.job.resume} data.path=…"
                 if finished
                 else f"training has ended early before: {self._why_over}; to train on, raise it, or set it to null"
             )
@@ -413,6 +461,7 @@ class _Run:
         for remark in codec_remarks(self.config, self.choices):
             self._tell(remark, "codec")
         self._look()
+        self._ends_at = time.monotonic() + self.config.train.limit_s
         self.session.start()
         try:
             while not self._ended(reporter):
@@ -424,6 +473,8 @@ class _Run:
                 self._notice(reporter, self.saver.busy)
                 if request.requested:
                     self.session.stop()
+                elif time.monotonic() >= self._ends_at:
+                    self._end_in_time()
                 elif self.validation is not None and self.validation.is_due:
                     self._validate(reporter, lambda: request.requested)
                 if (now := time.monotonic()) >= next_frame:
@@ -439,6 +490,23 @@ class _Run:
             self._finish(reporter)
             raise
         self._finish(reporter)
+
+    def _save_start(self) -> None:
+        """What the run begins with is its first checkpoint, if it begins with what another one has learnt."""
+        if self.start is not None:
+            self._tell(self.start.sentence)
+            self.console.print(self.start.table())
+            self.keeping.save_first()
+
+    def _end_in_time(self) -> None:
+        self._ends_at, reader = math.inf, self.session.reader
+        if not reader.finished:
+            self._out_of_time = True
+            limit, of = self.config.train.time_limit, self.session.total_samples
+            self._tell(
+                f"training ends after train.time_limit={limit}, with {reader.trained:,} of {of:,} samples trained"
+            )
+            self.session.stop()
 
     def _finish(self, reporter: Reporter) -> None:
         try:
@@ -502,7 +570,11 @@ class _Run:
         """Validates while nobody trains, and has everybody go on or stop; as `Validation.validate`."""
         if self.validation is None or not self.validation.validate(broken_off):
             return self.validation is None
+        course = self.session.course
+        self.callbacks.tell("on_validation", course.samples, course.measures)
         self._show(reporter)
+        if self._out_of_time:
+            return True
         if self._why_over is None or self.session.reader.finished:
             self.session.go_on_training()
         else:
@@ -512,7 +584,8 @@ class _Run:
 
     def _validate_the_end(self, reporter: Reporter) -> bool:
         """The state after the last row is measured, too, unless it is; false if somebody died."""
-        done = self.validation is None or self.validation.is_done or not self.session.reader.finished
+        over = self.session.reader.finished or self._out_of_time
+        done = self.validation is None or self.validation.is_done or not over
         return done or self._validate(reporter)
 
     def _bring_best(self, resumed: Path) -> None:
@@ -546,8 +619,7 @@ class _Run:
         reporter.show(frame)
         self._check_sense(frame, ended)
         self._check_labels(ended)
-        if self._on_frame is not None:
-            self._on_frame(frame)
+        self.callbacks.tell("on_frame", frame)
 
     def _check_sense(self, frame: Frame, ended: bool) -> None:
         """Says once that the loss is enormous, and ends the run if that is so for more than a few extreme rows.
@@ -603,7 +675,8 @@ class _Run:
 
     def _raise_if_unfinished(self, request: StopRequest) -> None:
         reader = self.session.reader
-        if self._why_over is not None and self.session.given_up is None:
+        early = self._why_over is not None or (self._out_of_time and not reader.finished)
+        if early and self.session.given_up is None:
             return
         if reader.finished:
             if not reader.trained:
@@ -767,18 +840,22 @@ def _check_losses(saved: LoadedCheckpoint, choices: Choices, own: Own) -> None:
         )
 
 
-def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], out: Path | None) -> Config:
+def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], own: bool) -> Config:
+    """What the run in a folder was configured with, and what is given now over it; it is its `own` folder to which
+    results go."""
     given = read_given(path, overrides)
     changed = merge({}, given, [])
     train = changed.get("train")
     place = train.get("checkpoint_dir") if isinstance(train, dict) else None
-    saved = load_to_resume(resume, place if out in (None, resume) else None)
-    if job_state(saved).own_model:
+    saved = load_to_resume(resume, place if own else None)
+    sections = (changed.get("model"), saved.config.get("model"))
+    named_it = any(":" in str(section.get("name")) for section in sections if isinstance(section, dict))
+    if job_state(saved).own_model and not named_it:
         raise ConfigError(
-            f"{resume} trained a module of your own: go on from Python with "
-            f"shadowsync.Job(config, model=module, resume={str(resume)!r})"
+            f"{resume} trained a module of your own: name its class with model.name=package.module:Class, or go on "
+            f"from Python with shadowsync.Job(config, model=module, resume={str(resume)!r}), or start_from"
         )
-    stored = _followed(with_rows_of(resume, saved.config), changed, resume, out)
+    stored = _followed(with_rows_of(resume, saved.config), changed, resume, own)
     if (before := parse(stored)).aggregation.method is not None:  # what a step was made of stays, with more workers too
         stored = merge(stored, {"aggregation": {"global_batch": global_batch(before)}}, [])
     config = parse(resumed(stored, changed))
@@ -816,7 +893,7 @@ def too_short(config: Config, total_samples: int) -> list[str]:
     return found
 
 
-def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, out: Path | None) -> dict[str, Any]:
+def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, own: bool) -> dict[str, Any]:
     """A stored configuration without its cache, the address where figures are shown, and its place of checkpoints
     where results go elsewhere.
 
@@ -824,15 +901,15 @@ def _followed(stored: dict[str, Any], changed: Mapping[str, Any], resume: Path, 
         ConfigError: the user has to give a place again that is not followed.
     """
     kept = without(without(stored, "data", "cache"), "report", "prometheus_host")
-    if out not in (None, resume):
+    if not own:
         kept = without(kept, "train", "checkpoint_dir")
     sections = {name: section for name, section in changed.items() if isinstance(section, dict)}
     given = {f"{name}.{key}" for name, section in sections.items() for key in section}
     again = {key: place for key, place in unfollowed(kept, resume).items() if key not in given}
     if again:
         raise ConfigError(
-            f"{resume}: places beyond this folder that it stores are not followed ({', '.join(again)}): if they are "
-            f"yours add {advice(again)}, or the configuration file that names them"
+            f"{resume}: places beyond this folder, and code, that it stores are not followed ({', '.join(again)}): if "
+            f"they are yours add {advice(again)}, or the configuration file that names them"
         )
     return kept
 

@@ -76,7 +76,7 @@ def as_stored(values: Mapping[str, Any], written: Mapping[tuple[str, str], Any])
 
 
 def unfollowed(stored: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """The places in a stored configuration that only the user's own command can name, by dotted key.
+    """What in a stored configuration only the user's own command can name, by dotted key: places, and code to be run.
 
     Args:
         stored: nested values.
@@ -90,6 +90,17 @@ def unfollowed(stored: Mapping[str, Any], folder: Path) -> dict[str, str]:
         looks = is_foreign if section != "data" or key in _PATHS else lambda text: "://" in text
         if outside or elsewhere or any(looks(text) for text in _texts(value)):
             found[f"{section}.{key}"] = str(value)
+    return found | _code(stored)
+
+
+def _code(stored: Mapping[str, Any]) -> dict[str, str]:
+    """Classes beside this package, whose modules would be run."""
+    found = {}
+    for section, key in (("model", "name"), ("report", "callbacks")):
+        held = stored.get(section)
+        texts = list(_texts(held.get(key) if isinstance(held, Mapping) else None))
+        if any(":" in text for text in texts):
+            found[f"{section}.{key}"] = texts[0] if key == "name" else f"[{','.join(texts)}]"
     return found
 
 

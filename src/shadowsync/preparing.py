@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shadowsync.checkpoint.job_state import column_difference, learnt_of
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.choices import Choices, choose_all
+from shadowsync.choices import Choices, choose_all, chosen_source
 from shadowsync.config import Config, merge, parse, read_given, with_data
 from shadowsync.data.columns import Kind, Kinds
 from shadowsync.data.fitting import learn
@@ -42,7 +42,7 @@ def prepared(
             before = saved.config.get("data") or {}
             config = with_data(config, **{key: before[key] for key in _OF_COLUMNS if key in before})
             choices = choose_all(config, own_model)
-        return config, replace(choices, source=_as_trained(saved, config, choices, own_model))
+        return config, replace(choices, source=_as_trained(saved, config, choices))
     if source.undeclared:
         with contextlib.closing(_opened(choices, config)) as opened:
             looks = look(opened, source.label, source.answers)
@@ -76,11 +76,11 @@ def _opened(choices: Choices, config: Config) -> OpenTable | Selected:
     return opened
 
 
-def _as_trained(saved: LoadedCheckpoint, config: Config, choices: Choices, own_model: bool) -> Any:
+def _as_trained(saved: LoadedCheckpoint, config: Config, choices: Choices) -> Any:
     """The source with what the checkpoint's model had learnt; raises `CheckpointError` if it is declared otherwise."""
     source, learnt = choices.source, learnt_of(saved)
     there = parse(saved.config)
-    before = choose_all(there, own_model).source if there.data.name == config.data.name else None
+    before = chosen_source(there) if there.data.name == config.data.name else None
     assert isinstance(source, TableOptions)
     if learnt is None:
         if "standardise" in config.data.options and "standardise" not in there.data.options and source.standardise:

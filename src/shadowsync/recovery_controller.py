@@ -164,7 +164,8 @@ class RecoveryController:
 
     The job's thread calls it. What follows a save is noted by the saver's thread and taken up at the next `look`.
     `given` is the configuration as the user gave it; the job goes on from `resumed`, which is in this store if `own`.
-    `rounds` counts whole saves, and ends of rounds of saves by priority.
+    `rounds` counts whole saves, and ends of rounds of saves by priority; `on_saved` is called with each checkpoint's
+    name and samples.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class RecoveryController:
         if own:
             store.best = session.course.checkpoint or None
         self._start_clock()
+        self.on_saved: Callable[[str, int], None] = lambda *_: None
         session.goes_back = self._goes_back
 
     def _start_clock(self) -> None:
@@ -352,6 +354,12 @@ class RecoveryController:
         self.take_stock()
         return submitted and not lost
 
+    def save_first(self) -> None:
+        """Has the state saved that a run begins with, before anybody trains: who dies goes back to it."""
+        self._submit(Due.NOTHING, "at rest")
+        self.saver.wait()
+        self.take_stock()
+
     def save_best(self, is_best: Callable[[], bool]) -> bool:
         """Has everything saved as it is now if `is_best`, asked while everybody stands still, says so; false if
         somebody died."""
@@ -419,6 +427,7 @@ class RecoveryController:
         cost_s += (time.thread_time() - began_s) / (os.cpu_count() or 1)
         with self._lock:
             self._ended.append(partial(self._note_save, due, snapshot.samples, whole, cost_s))
+            self._ended.append(partial(self.on_saved, name, snapshot.samples))
         if self._parent is not None and self._chain.is_long:
             self._rewrite(name)
         self.saves += 1

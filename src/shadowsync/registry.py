@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import pydantic
 from pydantic_core import CoreSchema, core_schema
 
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, blamed
 
 T = TypeVar("T")
 Listed = pydantic.BeforeValidator(lambda text: text.split("+") if isinstance(text, str) else text)
@@ -99,6 +99,8 @@ def imported(key: str, path: str) -> Any:
         raise ConfigError(
             f"{key}={path}: there is no module {error.name or module}: pip install {package}, or start where it is"
         ) from error
+    except Exception as error:  # whatever the module raises
+        raise ConfigError(f"{key}={path} cannot be imported: {blamed(error)}") from error
     if name not in vars(found):
         raise ConfigError(f"{key}={path}: {module} has no {name}{nearest(name, vars(found))}")
     return vars(found)[name]
@@ -210,3 +212,13 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
 
 def _takes_bool(hint: Any) -> bool:
     return hint in (bool, Any) or any(_takes_bool(part) for part in typing.get_args(hint))
+
+
+def imported_class(key: str, path: str, *kinds: type[T]) -> type[T]:
+    """As `imported`, of a class that has to extend one of these; that runs the module's code, only for what the
+    user's own command or program names."""
+    found = imported(key, path)
+    if not (isinstance(found, type) and issubclass(found, kinds)):
+        wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        raise ConfigError(f"{key}={path} is no subclass of {wanted}")
+    return found

@@ -1,6 +1,7 @@
 """Every command from end to end on small data."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -206,3 +207,15 @@ def test_options_say_what_can_be_set_at_a_path(shadowsync: CommandLine) -> None:
 def test_an_unknown_path_of_options_is_a_sentence(shadowsync: CommandLine) -> None:
     assert_sentence(shadowsync("options", "trian.lr"), 2, ["trian.lr", "did you mean train.lr?"])
     assert_sentence(shadowsync("options", "model.name=dlmr"), 2, ["did you mean model.name=dlrm?"])
+
+
+def test_a_run_begins_with_another_one(trained: CommandLine) -> None:
+    said = trained("train", "--from", "out", "data.path=test.parquet", "--out", "tuesday")
+    assert (said.status, said.err) == (0, "")
+    assert "begins with samples-000000000060 of out, at the first of its own rows" in said.out
+    assert re.search(r"table item +50 x 4 +50 x 4 +50 rows", said.out)
+    assert json.loads(Path("tuesday/result.json").read_text())["data"]["trained_samples"] == 30
+    assert trained("train", "--resume", "tuesday", "data.epochs=2").status == 0
+    assert_sentence(trained("train", "--from", "out", "--resume", "out"), 2, ["--resume", "--from", "one of them"])
+    assert_sentence(trained("train", "--from", "out", "--out", "out"), 2, ["out holds a run already"])
+    assert_sentence(trained("train", "--from", "nothing"), 2, ["nothing: there is no such folder"])

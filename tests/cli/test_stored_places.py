@@ -257,3 +257,34 @@ def test_a_folder_that_was_made_for_nothing_goes_away(tmp_path: Path) -> None:
     with only_writer(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "kept").touch()
     assert everything_in(tmp_path) == {"a", "a/b", "a/b/kept"}
+
+
+CODE = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(13, 1)
+    def forward(self, dense, embeddings):
+        return self.out(torch.cat([dense, *embeddings.values()], dim=1)).squeeze(1)
+"""
+
+
+def test_code_that_a_run_names_is_named_again_before_it_is_run(shadowsync: CommandLine) -> None:
+    (shadowsync.folder / "net_of_mine.py").write_text(CODE)
+    (shadowsync.folder / "run.yaml").write_text(
+        (shadowsync.folder / "run.yaml")
+        .read_text()
+        .replace("model:\n  embedding_dim: 4\n  bottom:\n  - 8\n  top:\n  - 8", "")
+    )
+    named = "model.name=net_of_mine:Net"
+    assert shadowsync("train", "run.yaml", named, "model.embedding_dim=4", "--out", "out").status == 0
+    for again in (("--resume", "out", "data.epochs=2"), ("--from", "out", "--out", "next")):
+        assert_sentence(shadowsync("train", *again), 2, ["not followed (model.name)", f"add {named}"])
+        assert shadowsync("train", *again, named).status == 0
+    assert_sentence(shadowsync("evaluate", "out"), 2, ["out trained a module of your own", "--model net_of_mine:Net"])
+    assert shadowsync("evaluate", "out", "--model", "net_of_mine:Net").status == 0
+    forge(shadowsync.folder / "out", "report.callbacks", ["net_of_mine:Net"])
+    resumed = shadowsync("train", "--resume", "out", "data.epochs=3", named)
+    assert_sentence(resumed, 2, ["not followed (report.callbacks)", "add report.callbacks=[net_of_mine:Net]"])

@@ -36,7 +36,7 @@ from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.requests import mean_weighted
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import Shard
+from shadowsync.embedding.table import Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.rpc.pending import Promise
@@ -292,3 +292,17 @@ def test_adam_counts_pushes_alike_in_every_part():
     for _ in range(3):
         job.push(job.pull(low), torch.ones(4, 8), 0.1)
     assert [int(server.state()[0].tensors["step"]) for server in servers] == [3, 3]
+
+
+@EACH
+def test_rows_of_a_table_are_stepped_once_however_each_feature_is_pooled(storage):
+    """By all of their gradients, as where the distinct rows are pooled by the trainer, and as in PyTorch."""
+    mixed = [Table("item", 9, 4, ("item", "recent"), ("sum", "mean"))]
+    held = []
+    for unique in (NEVER, UniqueRows("always")):
+        job, servers, _ = client(mixed, ["item", "recent"], [whole(mixed)], storage, ADAGRAD, unique=unique)
+        pulled = job.pull(jagged([[[3], [4]], [[3, 4], [3]]], 2))
+        job.push(pulled, dense_gradient(2, job.width, 0), 0.1).result()
+        held.append(servers)
+    for name in ("weight", "momentum"):
+        torch.testing.assert_close(*(rows_of(servers, "item", name) for servers in held), **CLOSE)

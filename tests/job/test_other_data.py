@@ -151,7 +151,7 @@ def test_labels_that_are_all_the_same_are_told_of(tmp_path: Path, label: int | N
     pl.read_parquet(path).with_columns(**same).rename({"label": "clicked"}).write_parquet(path)
     said = told(settings(path, path, model=SMALL_DLRM, data={"label": "clicked"}), tmp_path / "out")
     if label is None:
-        assert "labels" not in said
+        assert "labels so far" not in said
     else:
         assert said.count(f"labels so far are {label}: is data.label (clicked) the right column?") == 1
         assert f"AUC and NE of the test rows are not defined, as all 60 labels are {label}: give rows of both" in said

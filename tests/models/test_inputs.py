@@ -109,11 +109,12 @@ def test_the_double_of_a_keyed_tensor_is_asked_of_torchrec(monkeypatch: pytest.M
     ("given", "parts"),
     [
         ({"user": "usr"}, ("user is to be column usr", "did you mean user?")),
+        ({"usr": "user"}, ("usr is no parameter of the forward of Takes", "did you mean user?")),
         ({"user": ("user", "dense")}, ("column dense", "price, age, user, recent")),
         (lambda own: own["prise"], ("there is no column prise", "did you mean price?")),
         (lambda own: own.padded("price"), ("price",)),
     ],
-    ids=["no such column", "two columns", "a function's column", "a dense one to pad"],
+    ids=["no such column", "no such parameter", "two columns", "a function's column", "a dense one to pad"],
 )
 def test_what_is_no_column_is_one_sentence(given: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:

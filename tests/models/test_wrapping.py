@@ -259,3 +259,12 @@ def test_outputs_become_logits(answer: Any, options: dict[str, Any], wanted: flo
     else:
         found = wrapped.logits(plain, torch.zeros(2, 1), ids)
         torch.testing.assert_close(found, torch.full((2,), wanted), rtol=1e-3, atol=1e-6)
+
+
+def test_a_compiled_module_is_told_to_be_given_before() -> None:
+    with pytest.raises(ConfigError, match=r"is compiled: give it as it was before torch\.compile, model\._orig_mod"):
+        wrap(torch.compile(only(nn.Embedding(9, 2)), backend="eager"))  # type: ignore[arg-type] # it is a module
+
+
+def test_errors_call_it_by_the_name_of_its_class() -> None:
+    assert wrap(only(nn.Embedding(9, 2)))._get_name() == "Tables"

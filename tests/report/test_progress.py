@@ -1,6 +1,8 @@
 """The progress line on a terminal and elsewhere, and the final table."""
 
 import io
+import sys
+import types
 from typing import Any
 
 import msgspec
@@ -210,3 +212,34 @@ def test_final_table_cuts_no_number_where_a_meaning_or_a_value_is_long() -> None
         assert any(line.startswith(f"{row.name} {row.value}") for line in lines)
     assert "train.precision=auto" in shown, "the long meaning takes more lines"
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_notebook_has_one_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    cell = types.SimpleNamespace(update=drawn.append)
+
+    def show(shown: Any, display_id: bool = False) -> Any:
+        drawn.append(shown)
+        return cell if display_id else None
+
+    display = types.SimpleNamespace(HTML=str, display=show)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    notebook = console(terminal=False)
+    monkeypatch.setattr(notebook, "is_jupyter", True)
+    with Progress(notebook) as progress:
+        for frame in make_frames(3):
+            progress.show(frame)
+    bars = [shown for shown in drawn if str(shown).startswith("<progress max=")]
+    assert len(bars) == 3
+    assert drawn[-1] is bars[-1], "no plain line beside it"
+
+
+def test_a_result_shows_itself() -> None:
+    result = make_result()
+    assert str(result) == repr(result)
+    for row in key_numbers(result):
+        assert row.value in str(result)
+    shown = result._repr_html_()
+    assert shown.startswith("<table>")
+    assert shown.count("<tr>") == len(key_numbers(result))

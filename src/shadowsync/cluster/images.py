@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -141,6 +141,18 @@ class Images:
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         write_rows(member.connection, saved.rows_of(self._manager.spec.shards[member.index]))
 
+    def take_rows(self, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool) -> None:
+        """Fills the first rows of tables, as `Session.begin_with`."""
+
+        def fill(member: Member) -> None:
+            shards = self._manager.spec.shards[member.index]
+            if any(shard.start < taken.get(shard.table.name, 0) for shard in shards):
+                own = read_rows(member.connection, shards)
+                some = (rows for rows in own if rows.start < taken.get(rows.table.name, 0))
+                write_rows(member.connection, (_with_first(rows, saved, taken, with_state) for rows in some))
+
+        self._manager.all_at_once([partial(fill, member) for member in self._manager.row_servers()])
+
     def predicting_client(self) -> EmbeddingClient:
         job, shards = self._manager.spec.job, self._manager.spec.shards
         if self._manager.spec.direct:
@@ -200,3 +212,12 @@ class Images:
         """Fills one dense server with its part of `[P]`."""
         start, stop = self._manager.spec.spans[server.index]
         ask(server.connection, DenseServer.write, center[start:stop])
+
+
+def _with_first(rows: Rows, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool) -> Rows:
+    """Rows in which those of a table's first, as many as are `taken`, are a checkpoint's."""
+    stop = min(rows.stop, taken[rows.table.name])
+    found = saved.rows(rows.table.name, rows.start, stop, None if with_state else {"weight"})
+    own = rows.tensors
+    filled = {name: torch.cat([first.to(own[name]), own[name][len(first) :]]) for name, first in found.items()}
+    return Rows(rows.table, rows.start, {**own, **filled})

@@ -712,6 +712,15 @@ class Session:
         with self._all_or_again():
             self._dense.load(image)
 
+    def begin_with(
+        self, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool, image: DenseImage
+    ) -> None:
+        """Fills the first rows of tables, as many as are `taken`, by name, from a checkpoint, and the dense parts;
+        `with_state`: with what the optimizer keeps for the rows."""
+        with self._all_or_again():
+            self._images.take_rows(saved, taken, with_state)
+            self._dense.load(image)
+
     def go_on(self, syncs: int, wire: WireTotals, aggregation: AggregationState) -> None:
         """Counts on from a checkpoint's synchronisations, bytes and global steps."""
         self._syncs_before, self._wire_before = syncs, wire

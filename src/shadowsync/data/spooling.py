@@ -100,7 +100,7 @@ class Given:
         schema: dict[str, pl.DataType] = {}
         held: list[pl.DataFrame] = []
         fixed = False
-        for number, frame in enumerate(self._frames(), 1):
+        for number, frame in enumerate(self.frames(), 1):
             if frame.is_empty():
                 continue
             schema = self._common(schema, frame, number, fixed)
@@ -113,7 +113,7 @@ class Given:
         if held and len(rest := _joined(held, schema)):
             yield rest
 
-    def _frames(self) -> Iterator[pl.DataFrame]:
+    def frames(self) -> Iterator[pl.DataFrame]:
         whole = _frames_of(self._rows)
         if whole is not None:
             yield from _guarded(self.name, whole)

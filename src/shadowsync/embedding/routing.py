@@ -200,7 +200,7 @@ class Router:
 
     def fan(self, apart: bool, unique: frozenset[str] = frozenset()) -> Fan:
         """What a pull asks for, with the distinct rows of the tables named in `unique`, to be pooled here; `apart`,
-        features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
+        tables with features pooled by mean go in look-ups of their own: they carry weights, which slow a look-up down.
         """
         if (fan := self._fans.get((apart, unique))) is None:
             fan = self._fans[apart, unique] = self._make_fan(apart, unique)
@@ -208,7 +208,8 @@ class Router:
 
     def _make_fan(self, apart: bool, unique: Set[str]) -> Fan:
         pooled = {feature for table in self._tables if table.name not in unique for feature in table.features}
-        means = self.selector.means
+        # all features of a table stay together: optimizers step its rows once, by all of their gradients
+        means = {f for table in self._tables if "mean" in table.poolings.values() for f in table.features}
         routes, sections = [], []
         for chosen in [pooled - means, pooled & means] if apart else [pooled]:
             for server, held in enumerate(self._slots):

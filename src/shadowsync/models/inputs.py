@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shadowsync.data.batch import Jagged
 from shadowsync.data.source import Schema
 from shadowsync.errors import ConfigError
+from shadowsync.models.model import class_of
 from shadowsync.registry import nearest
 
 if TYPE_CHECKING:
@@ -185,6 +186,15 @@ def binding(model: nn.Module, given: Given, schema: Schema) -> Binding:
             return module(*arguments) if isinstance(arguments, tuple) else module(arguments)
 
         return call
+    if given:
+        parameters = inspect.signature(model.forward).parameters
+        open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        for name in [] if open_ended else given:
+            if name not in parameters:
+                raise ConfigError(
+                    f"inputs: {name} is no parameter of the forward of {class_of(model)}{nearest(name, parameters)}; "
+                    f"it has {', '.join(parameters) or 'none'}"
+                )
     wanted = {name: _value(name, spec, schema) for name, spec in given.items()} if given else _by_name(model, schema)
     return lambda module, batch: module(**{name: value(batch) for name, value in wanted.items()})
 

@@ -150,6 +150,11 @@ def common_dim(model: str, dims: Mapping[str, int]) -> int:
     return width
 
 
+def class_of(module: nn.Module) -> str:
+    """What errors call a module: by its class, of a wrapped one by the user's."""
+    return str(module._get_name())  # type: ignore[no-untyped-call]
+
+
 def check_module(module: nn.Module) -> None:
     """Raises `ConfigError` for what is no module."""
     if not isinstance(module, nn.Module):
@@ -168,5 +173,5 @@ def copy_module(module: nn.Module, instead: Mapping[int, Any] | None = None) -> 
         return copy.deepcopy(module, dict(instead or {}))
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"the model {type(module).__name__} cannot be copied for each worker: {str(error).splitlines()[0]}"
+            f"the model {class_of(module)} cannot be copied for each worker: {str(error).splitlines()[0]}"
         ) from error

@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.source import Schema
-from shadowsync.errors import ConfigError, ShadowSyncError
+from shadowsync.errors import ConfigError, ShadowSyncError, blamed
 from shadowsync.models.inputs import Binding, Given, Inputs, binding
-from shadowsync.models.model import check_module, copy_module
+from shadowsync.models.model import check_module, class_of, copy_module
 from shadowsync.models.vectors import Call, LookedUp, Pooled
 from shadowsync.registry import nearest
 
@@ -35,6 +35,9 @@ _MOST_COLUMNS = 128
 """Ids per sample of one look-up that are asked for side by side; of more each distinct row crosses."""
 _PROBED = ((5, 3), (8, 6))
 """Samples, and ids of one sample at most, of the batches that a module is tried with."""
+
+
+Noted = list[tuple["Served", Call]]
 
 
 class _Enough(BaseException):
@@ -175,12 +178,12 @@ class _Recorder:
 
     def note(
         self, bound: Binding, batch: Inputs, training: bool, most: int | None, make: Callable[..., Tensor] = torch.zeros
-    ) -> list[tuple[Served, Call]]:
+    ) -> Noted:
         """The look-ups of a batch in their order, `most` of them; `make` gives the vectors that they are answered with.
 
         What the module does to its arguments in place is done to the batch.
         """
-        found: list[tuple[Served, Call]] = []
+        found: Noted = []
 
         def take(served: Served, call: Call) -> Tensor:
             found.append((served, call._replace(ids=call.ids.clone())))  # it may be changed in place behind the look-up
@@ -226,49 +229,37 @@ class Site:
         return "none" if self.form == "rows" else "mean" if self.form == "mean" else "sum"
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The ids of one site in a batch: of each of its features in turn, with the ids of each sample, int64 `[bags]`,
-    None for one of each, and weights."""
-
-    values: Tensor
-    lengths: Tensor | None
-    weights: Tensor | None
-
-
-def _wanted(site: Site, call: Call, samples: int) -> _Wanted:
+def _wanted(site: Site, call: Call, samples: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The ids of one site in a batch, of each of its features in turn; how many of each sample, int64 `[bags]`,
+    None for one; and weights, None for ones."""
     ids = call.ids.long()
     if site.form == "columns":
-        ids = ids if site.columns == 1 else ids.reshape(samples, site.columns).t()
-        return _Wanted(ids.flatten(), None, None)
+        return (ids if site.columns == 1 else ids.reshape(samples, site.columns).t()).flatten(), None, None
     if site.form == "rows":  # whose they are does not matter
-        lengths = torch.zeros(samples, dtype=torch.int64)
-        lengths[:1] = ids.numel()
-        return _Wanted(ids.flatten(), lengths, None)
+        return ids.flatten(), F.pad(torch.tensor([ids.numel()]), (0, samples))[:samples], None
     assert call.offsets is not None
-    weights = None if call.weights is None else call.weights.detach().float()
-    lengths = call.offsets.long().diff()
+    offsets, weights = call.offsets.long(), None if call.weights is None else call.weights.detach().float()
     if site.padding is not None:
         kept = ids != site.padding
-        before = F.pad(kept.long().cumsum(0), (1, 0))
-        ids, lengths = ids[kept], before[call.offsets.long()].diff()
+        ids, offsets = ids[kept], F.pad(kept.long().cumsum(0), (1, 0))[offsets]
         weights = None if weights is None else weights[kept]
-    if weights is None and len(ids) == samples and bool((lengths == 1).all()):
-        return _Wanted(ids, None, None)
-    return _Wanted(ids, lengths, weights)
+    lengths = offsets.diff()
+    one_each = weights is None and len(ids) == samples and bool((lengths == 1).all())
+    return ids, None if one_each else lengths, weights
 
 
 def _joined(sites: Sequence[Site], calls: Sequence[Call], samples: int) -> Jagged:
     """What servers are asked for: the ids of all features of all sites."""
-    wanted = [_wanted(site, call, samples) for site, call in zip(sites, calls, strict=True)]
-    values, count = torch.cat([each.values for each in wanted]), sum(site.columns for site in sites)
-    if all(each.lengths is None and each.weights is None for each in wanted):
-        return Jagged(values, None, None, count, samples)
-    lengths = [torch.ones_like(each.values) if each.lengths is None else each.lengths for each in wanted]
-    weights = None
-    if any(each.weights is not None for each in wanted):
-        weights = torch.cat([torch.ones(len(each.values)) if each.weights is None else each.weights for each in wanted])
-    return Jagged(values, F.pad(torch.cat(lengths).cumsum(0), (1, 0)), weights, count, samples)
+    ids, lengths, weights = zip(*map(_wanted, sites, calls, [samples] * len(sites)), strict=True)
+    values, offsets, found = torch.cat(ids), None, None
+    if any(part is not None for part in (*lengths, *weights)):
+        each = [torch.ones_like(own) if part is None else part for own, part in zip(ids, lengths, strict=True)]
+        offsets = F.pad(torch.cat(each).cumsum(0), (1, 0))
+    if any(part is not None for part in weights):
+        found = torch.cat(
+            [torch.ones(len(own)) if part is None else part for own, part in zip(ids, weights, strict=True)]
+        )
+    return Jagged(values, offsets, found, sum(site.columns for site in sites), samples)
 
 
 class Wrapped(nn.Module):
@@ -303,6 +294,10 @@ class Wrapped(nn.Module):
         """Without the initial rows, which go to the servers alone, and with a way to call it that is made anew."""
         return {**self.__dict__, "initial": {}, "_bound": None}
 
+    def _get_name(self) -> str:
+        """What errors call it: as the user's own class."""
+        return class_of(self.model)
+
     @property
     def features(self) -> tuple[str, ...]:
         """What servers are asked for, in the order of the ids that `ask` gives."""
@@ -319,34 +314,30 @@ class Wrapped(nn.Module):
         """
         made = copy.copy(self)
         made.initial, made.schema = self.initial, schema
-        passes = [self._tried(made, schema, *sizes, weighted) for sizes in _PROBED]
+        passes = [self._tried(made, *sizes, weighted) for sizes in _PROBED]
         made.sites = tuple(_sites(self.tables, passes))
         made._recorder = _Recorder(self.model)
         return made
 
-    def _tried(
-        self, made: "Wrapped", schema: Schema, samples: int, longest: int, weighted: bool
-    ) -> tuple[int, list[tuple[Served, Call]]]:
+    def _tried(self, made: "Wrapped", samples: int, longest: int, weighted: bool) -> tuple[int, Noted]:
         """The look-ups of a made-up batch, which depend on nothing but its ids and dense columns."""
+        assert made.schema is not None
         results = []
         for recorder, make in ((_Recorder(self.model, whole=True), torch.randn), (_Recorder(self.model), torch.zeros)):
-            batch = _made_up(schema, samples, longest, weighted)
             try:
                 with torch.random.fork_rng(devices=[]):
-                    found = recorder.note(made._bind(), batch, True, None, make)
+                    batch = _made_up(made.schema, samples, longest, weighted)
+                    results.append(recorder.note(made._bind(), batch, True, None, make))
             except ShadowSyncError:
                 raise
             except Exception as error:  # whatever the user's module raises
-                reason = next(iter(str(error).splitlines()), "") or type(error).__name__
                 raise ConfigError(
-                    f"the model {type(self.model).__name__} cannot be called with what inputs makes of a batch "
-                    f"({type(error).__name__}: {reason}): say what its forward takes with shadowsync.wrap(model, "
-                    "inputs=lambda batch: …)"
+                    f"the model {class_of(self)} cannot be called with what inputs makes of a batch "
+                    f"({blamed(error)}): say what its forward takes with shadowsync.wrap(model, inputs=lambda batch: …)"
                 ) from error
-            results.append(found)
         whole, quick = results
         if not whole:
-            raise ConfigError(f"the model {type(self.model).__name__} looks nothing up when it is called")
+            raise ConfigError(f"the model {class_of(self)} looks nothing up when it is called")
         for (served, one), (other, two) in zip(whole, quick, strict=False):
             if served.path != other.path or not _same(one, two, weights=False):
                 raise _unsteady(served.path)
@@ -360,9 +351,8 @@ class Wrapped(nn.Module):
         """
         assert self._recorder is not None
         assert self.schema is not None, "a job says what its rows are"
-        own = Jagged(batch.ids.values.clone(), *_rest(batch.ids))
         with torch.no_grad():
-            inputs = Inputs(self.schema, batch.dense.clone(), own)
+            inputs = Inputs(self.schema, batch.dense.clone(), replace(batch.ids, values=batch.ids.values.clone()))
             found = self._recorder.note(self._bind(), inputs, training, len(self.sites))
         for number, site in enumerate(self.sites):
             if number == len(found) or found[number][0].path != site.path:
@@ -397,8 +387,10 @@ class Wrapped(nn.Module):
             return served.vectors(call, answer)
 
         with self._current.taking(take):
-            ids = looked_up.ids
-            logits = self.logits(self.model, dense, Jagged(ids.values.to(dense.device), *_rest(ids, dense.device)))
+            ids, device = looked_up.ids, dense.device
+            offsets, weights = (None if tensor is None else tensor.to(device) for tensor in (ids.offsets, ids.weights))
+            moved = replace(ids, values=ids.values.to(device), offsets=offsets, weights=weights)
+            logits = self.logits(self.model, dense, moved)
         if (left := next(steps, None)) is not None:
             raise _branching(left[0].path)
         return logits
@@ -413,7 +405,7 @@ class Wrapped(nn.Module):
             found = self._chosen(self._bind()(model, inputs)).float()
             if not torch.compiler.is_exporting() and bool(((found < 0) | (found > 1)).any()):
                 raise ConfigError(
-                    f"the model {type(self.model).__name__} returns {found.min():.3g} to {found.max():.3g} where "
+                    f"the model {class_of(self)} returns {found.min():.3g} to {found.max():.3g} where "
                     'probabilities are expected: leave output="probability" out of shadowsync.wrap(model, …) if these '
                     "are logits"
                 )
@@ -426,30 +418,26 @@ class Wrapped(nn.Module):
         """
         pooled = [site for table in self.tables for site in self.sites if site.table == table and site.form != "rows"]
         parts = torch.split_with_sizes(embeddings.flat, [site.columns * site.dim for site in pooled], dim=1)
-        found = {site.name: part.clone() for site, part in zip(pooled, parts, strict=True)}
-        found |= {name: vectors.values.clone() for name, vectors in embeddings.sequences.items()}
-        return [found[site.name] for site in self.sites]
+        found = dict(zip((site.name for site in pooled), parts, strict=True))
+        found |= {name: vectors.values for name, vectors in embeddings.sequences.items()}
+        return [found[site.name].clone() for site in self.sites]
 
     def _chosen(self, found: Any) -> Tensor:
         """The part of a module's output that is meant, with one dimension less where that has one column."""
+        wrong, returns = "", type(found).__name__
         if isinstance(found, Mapping):
             key = self._key or ("y_pred" if "y_pred" in found else next(iter(found)) if len(found) == 1 else None)
             if key not in found:
-                raise ConfigError(
-                    f"the model {type(self.model).__name__} returns {', '.join(map(str, found))}: say which of them is "
-                    "the prediction with shadowsync.wrap(model, key=…)"
-                )
-            found = found[key]
+                returns = ", ".join(map(str, found))
+                wrong = "say which of them is the prediction with shadowsync.wrap(model, key=…)"
+            found = found.get(key)
         elif self._key is not None:
-            raise ConfigError(
-                f"the model {type(self.model).__name__} returns {type(found).__name__} and no {self._key}: leave key "
-                "out of shadowsync.wrap(model, …)"
+            returns, wrong = f"{returns} and no {self._key}", "leave key out of shadowsync.wrap(model, …)"
+        if wrong or not isinstance(found, Tensor):
+            wrong = (
+                wrong or "it has to return a tensor of one logit or probability per sample, or a dict that holds one"
             )
-        if not isinstance(found, Tensor):
-            raise ConfigError(
-                f"the model {type(self.model).__name__} returns {type(found).__name__}: it has to return a tensor of "
-                "one logit or probability per sample, or a dict that holds one"
-            )
+            raise ConfigError(f"the model {class_of(self)} returns {returns}: {wrong}")
         return found.squeeze(1) if found.dim() == 2 and found.shape[1] == 1 else found
 
     # --- and back ----------------------------------------------------------------------------------------------------
@@ -506,6 +494,8 @@ def wrap(
     check_module(model)
     if any(isinstance(child, Wrapped) for child in model.modules()):
         raise ConfigError("wrap: the model is wrapped already: give the module as it was before")
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError("wrap: the model is compiled: give it as it was before torch.compile, model._orig_mod")
     if not (inputs is None or callable(inputs) or isinstance(inputs, Mapping)):
         raise ConfigError(
             f"wrap: inputs={inputs!r} says nothing about the arguments: give a function of a batch, or a mapping from "
@@ -517,7 +507,6 @@ def wrap(
     owners: dict[int, str] = {}  # the table of each weight
     for path, child in found.items():
         owners.setdefault(id(child.weight), path or type(child).__name__)
-    _refuse_ties(model, found)
     copied = copy_module(model, {id(child.weight): nn.Parameter(torch.empty(0)) for child in found.values()})
     tables, initial, current = {}, {}, _Current()
     for path, child in found.items():
@@ -529,8 +518,7 @@ def wrap(
         del stand_in._parameters["weight"]
         stand_in.__class__ = _STAND_INS[nn.Embedding if isinstance(child, nn.Embedding) else nn.EmbeddingBag]
         vars(stand_in).update(path=path or table, table=table, current=current, original=type(child))
-    for name, given in (rows or {}).items():
-        initial[name] = _given_rows(name, given, tables)
+    initial |= {name: _given_rows(name, given, tables) for name, given in (rows or {}).items()}
     return Wrapped(copied, inputs, output, key, tables, initial)
 
 
@@ -543,7 +531,7 @@ def _found(model: nn.Module) -> dict[str, Any]:
     if not found:
         what = "only frozen ones" if every else "none"
         raise ConfigError(
-            f"the model {type(model).__name__} has no embedding that could be served: of nn.Embedding, nn.EmbeddingBag "
+            f"the model {class_of(model)} has no embedding that could be served: of nn.Embedding, nn.EmbeddingBag "
             f"and TorchRec's collections it holds {what}; a model that takes vectors is given as Job(model=…) without "
             "shadowsync.wrap"
         )
@@ -562,11 +550,6 @@ def _found(model: nn.Module) -> dict[str, Any]:
             raise ConfigError(
                 f"{name} cannot be served, because its rows are {child.weight.dtype}: call .float() on it"
             )
-    return found
-
-
-def _refuse_ties(model: nn.Module, found: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if another module has a weight that is to be served."""
     paths = {id(child.weight): path for path, child in found.items()}
     for owner, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -575,6 +558,7 @@ def _refuse_ties(model: nn.Module, found: Mapping[str, Any]) -> None:
                     f"{paths[id(parameter)]} cannot be served, because {owner or type(module).__name__}.{name} is the "
                     "same weight (tied): give the other one a weight of its own"
                 )
+    return found
 
 
 def _given_rows(name: str, given: Any, tables: Mapping[str, tuple[int, int]]) -> Tensor:
@@ -592,26 +576,22 @@ def _given_rows(name: str, given: Any, tables: Mapping[str, tuple[int, int]]) ->
 
 def _made_up(schema: Schema, samples: int, longest: int, weighted: bool) -> Inputs:
     """A batch of random rows, the same each time; the first and the last row of every feature are in it."""
-    generator = torch.Generator().manual_seed(samples)
-    lengths, values = [], []
+    generator, empty = torch.Generator().manual_seed(samples), torch.zeros(0, dtype=torch.int64)
+    lengths, values = [empty], [empty]
     for feature in schema.features:
-        count = torch.arange(samples).remainder(longest + 1) if feature.multi_hot else torch.ones(samples).long()
-        drawn = torch.randint(feature.rows, (int(count.sum()),), generator=generator)
-        drawn[:1], drawn[1:2] = feature.rows - 1, 0
-        lengths.append(count)
-        values.append(drawn)
-    several = any(feature.multi_hot for feature in schema.features)
-    empty = torch.zeros(0, dtype=torch.int64)
-    offsets = F.pad(torch.cat([*lengths, empty]).cumsum(0), (1, 0)) if several else None
-    ids = torch.cat([*values, empty])
+        lengths.append(
+            torch.arange(samples) % (longest + 1) if feature.multi_hot else torch.ones_like(torch.arange(samples))
+        )
+        values.append(torch.randint(feature.rows, (int(lengths[-1].sum()),), generator=generator))
+        values[-1][:1], values[-1][1:2] = feature.rows - 1, 0
+    several, ids = any(feature.multi_hot for feature in schema.features), torch.cat(values)
+    offsets = F.pad(torch.cat(lengths).cumsum(0), (1, 0)) if several else None
     weights = torch.rand(len(ids), generator=generator) if weighted else None
     dense = torch.randn(samples, len(schema.dense), generator=generator)
     return Inputs(schema, dense, Jagged(ids, offsets, weights, len(schema.features), samples))
 
 
-def _sites(
-    tables: Mapping[str, tuple[int, int]], passes: Sequence[tuple[int, list[tuple[Served, Call]]]]
-) -> Iterator[Site]:
+def _sites(tables: Mapping[str, tuple[int, int]], passes: Sequence[tuple[int, Noted]]) -> Iterator[Site]:
     """What a module looks up, from two passes with different numbers of samples."""
     (_, first), (_, second) = passes
     seen: dict[str, int] = {}
@@ -664,12 +644,6 @@ def _same(one: Call, two: Call, weights: bool) -> bool:
         a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a.to(b.device), b))
         for a, b in pairs
     )
-
-
-def _rest(ids: Jagged, device: torch.device | None = None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """All but the values."""
-    moved = [None if tensor is None else tensor.to(device or tensor.device) for tensor in (ids.offsets, ids.weights)]
-    return moved[0], moved[1], ids.feature_count, ids.samples
 
 
 def _unsteady(path: str) -> ConfigError:

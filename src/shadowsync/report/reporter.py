@@ -1,12 +1,13 @@
 """Everything a job writes and shows about itself, behind one object; and what a person sees in the terminal."""
 
+import html
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -117,7 +118,7 @@ class Reporter:
 
 
 class Progress:
-    """One line that is redrawn with every frame; where the output is no terminal, a new line every ten seconds."""
+    """One line, redrawn with every frame in a terminal or a notebook; elsewhere a new line every ten seconds."""
 
     def __init__(
         self, console: Console, clock: Callable[[], float] = time.monotonic, plain_every_s: float = _PLAIN_EVERY_S
@@ -128,6 +129,7 @@ class Progress:
         self._plain_every_s = plain_every_s
         self._recent: deque[Frame] = deque(maxlen=_SPEED_FRAMES)
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._cell: Any = None
         self._printed_at: float | None = None
         self._printed: Frame | None = None
         self._explained: set[str] = set()
@@ -140,7 +142,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._recent and self._recent[-1] is not self._printed:
+        elif self._recent and self._recent[-1] is not self._printed and self._cell is None:
             self._print(self._recent[-1])
 
     def show(self, frame: Frame) -> None:
@@ -153,8 +155,22 @@ class Progress:
         if self._live is not None:
             line = progress_line(frame, self._seconds_left(), self._console.width)
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif self._console.is_jupyter and not self._console.quiet:
+            self._draw_in_notebook(frame)
         elif self._printed_at is None or self._clock() - self._printed_at >= self._plain_every_s:
             self._print(frame)
+
+    def _draw_in_notebook(self, frame: Frame) -> None:
+        """In a cell's output of its own: rich redraws lines in notebooks only where ipywidgets is installed."""
+        from IPython import display  # noqa: PLC0415 it is there in a notebook
+
+        notebook: Any = display  # has no types
+        line = html.escape(progress_line(frame, self._seconds_left(), None))
+        shown = notebook.HTML(f"<progress max={frame.total_samples} value={frame.samples}></progress> {line}")
+        if self._cell is None:
+            self._cell = notebook.display(shown, display_id=True)
+        else:
+            self._cell.update(shown)
 
     def _print(self, frame: Frame) -> None:
         line = progress_line(frame, self._seconds_left(), None)

@@ -5,13 +5,14 @@ Readers ignore keys they do not know, so later versions may add some.
 """
 
 import functools
+import html
 import math
 import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +23,9 @@ from shadowsync.metrics.quality import CurvePoint, Peak
 from shadowsync.metrics.units import Units
 from shadowsync.report import words
 from shadowsync.report.files import read_bytes, write_atomically
+
+if TYPE_CHECKING:
+    from shadowsync.report.measures import KeyNumber
 
 FILE_NAME = "result.json"
 DEAD_SHARE = 0.5
@@ -245,6 +249,22 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     aggregation: AggregationSection | None = None
     recovery: RecoverySection | None = None
     machine: dict[str, str | int | float] | None = None
+
+    def __str__(self) -> str:
+        """The key numbers, a line each."""
+        return "\n".join(f"{name:<28}{value:>14}  {meaning}" for name, value, meaning in self._key_numbers())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same, as a notebook shows it."""
+        cells = ("".join(f"<td>{html.escape(text)}</td>" for text in line) for line in self._key_numbers())
+        return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
+
+    def _key_numbers(self) -> "list[KeyNumber]":
+        from shadowsync.report.measures import key_numbers  # noqa: PLC0415 which reads results
+
+        return key_numbers(self)
 
 
 def write_result(folder: Path, result: Result) -> Path:

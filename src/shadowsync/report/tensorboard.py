@@ -8,7 +8,7 @@ which a full disk shows up late; at a few frames a second there is nothing to ga
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from shadowsync.metrics.history import Frame
 from shadowsync.report import words
+from shadowsync.report.callback import flat
 from shadowsync.report.files import save_errors
 from shadowsync.report.measures import final_scalars, scalars
 from shadowsync.report.result import Result
@@ -74,9 +75,6 @@ class TensorBoardLog:
 
 
 def hyper_parameters(result: Result) -> Iterator[tuple[str, bool | float | str]]:
-    """The configuration by `section.key`, as TensorBoard compares runs by; not what only says how a run is shown."""
-    for section, values in result.config.items():
-        if section == "report" or not isinstance(values, Mapping):
-            continue
-        for key, value in values.items():
-            yield f"{section}.{key}", value if isinstance(value, bool | int | float) else words.setting(value)
+    """The configuration as TensorBoard compares runs by."""
+    for key, value in flat(result.config).items():
+        yield key, value if isinstance(value, bool | int | float) else words.setting(value)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.errors import ConfigError
+from shadowsync.errors import ConfigError, ShadowSyncError, blamed, lacks_memory, line_of
 from shadowsync.models.layers import Dropout
-from shadowsync.models.model import copy_module
+from shadowsync.models.model import class_of, copy_module
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, LookedUp, Pooled, VectorGradients
 from shadowsync.models.wrapping import Wrapped
 from shadowsync.training.kernels import IN_FP32, PRECISIONS, Computing, accelerate, parse_kernels
@@ -128,7 +128,11 @@ class Replica:
         with torch.inference_mode():
             device = self.flat.device
             placed = {name: found.to(device) for name, found in sequences.items()}
-            logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed, looked_up))
+            try:
+                logits: Tensor = self.module(dense.to(device), Pooled(pooled.to(device), self.dims, placed, looked_up))
+            except Exception as error:
+                _explain(self.module, error)
+                raise
         return logits.float().cpu()
 
     def parts(self, name: str) -> list[Tensor]:
@@ -317,7 +321,7 @@ class WorkerModule:
 
     def _swapped(self) -> ConfigError:
         return ConfigError(
-            f"the model {type(self.module).__name__} replaces, freezes or moves parameters while it is trained, "
+            f"the model {class_of(self.module)} replaces, freezes or moves parameters while it is trained, "
             "which would not be trained any more: make all of them in __init__ and change them in place "
             "(with torch.no_grad(): parameter.copy_(…))"
         )
@@ -353,46 +357,51 @@ class WorkerModule:
             else:
                 with torch.autocast(dense.device.type, self._autocast):
                     logits = self.module(dense, embeddings)
-        except _OF_VECTORS as error:
+        except Exception as error:
             _explain(self.module, error)
             raise
         if not isinstance(logits, Tensor) or not (logits.requires_grad and logits.is_floating_point()):
             what = "a tensor without a gradient" if isinstance(logits, Tensor) else type(logits).__name__
             raise ConfigError(
-                f"the model {type(self.module).__name__} returns {what}; return logits that depend on its parameters "
+                f"the model {class_of(self.module)} returns {what}; return logits that depend on its parameters "
                 "or on the embeddings"
             )
         if logits.shape != shape:
             one = "one logit per sample"
             wanted = f"{one}, for instance with .squeeze(1)" if len(shape) == 1 else f"{one} and label, {list(shape)}"
             raise ConfigError(
-                f"the model {type(self.module).__name__} returns logits of shape {list(logits.shape)} for a batch of "
+                f"the model {class_of(self.module)} returns logits of shape {list(logits.shape)} for a batch of "
                 f"{len(dense)} samples; return {wanted}"
             )
         floats: Tensor = logits.float()
         return floats
 
 
-_OF_VECTORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What a module raises that is given something else than it expects."""
-
-
 def _ask(module: nn.Module, batch: Batch, training: bool) -> tuple[Jagged, LookedUp | None]:
-    return module.ask(batch, training) if isinstance(module, Wrapped) else (batch.ids, None)
+    if not isinstance(module, Wrapped):
+        return batch.ids, None
+    try:
+        return module.ask(batch, training)
+    except Exception as error:
+        _explain(module, error)
+        raise
 
 
 def _explain(module: nn.Module, error: Exception) -> None:
-    """Raises `ConfigError` if what failed holds embeddings of its own and was given vectors: what to do about it."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    inside = next((name for name, child in module.named_modules() if isinstance(child, kinds)), None)
-    if isinstance(module, Wrapped) or inside is None:
+    """Raises `ConfigError` for what code of the user's has raised: its line; where it holds embeddings and was given
+    vectors, what to do about it."""
+    if isinstance(error, ShadowSyncError) or lacks_memory(error):
         return
-    reason = next(iter(str(error).splitlines()), "")
-    raise ConfigError(
-        f"the model {type(module).__name__} is called with dense columns and the vectors of each feature, and failed "
-        f"({type(error).__name__}: {reason}): it holds {inside or 'an embedding'}; if it looks ids up itself, or takes "
-        "a KeyedJaggedTensor, give it as shadowsync.wrap(model)"
-    ) from error
+    kinds = nn.Embedding | nn.EmbeddingBag
+    inside = next((name or "an embedding" for name, child in module.named_modules() if isinstance(child, kinds)), None)
+    if not isinstance(module, Wrapped) and inside is not None:
+        raise ConfigError(
+            f"the model {class_of(module)} is called with dense columns and the vectors of each feature, and failed "
+            f"({blamed(error)}): it holds {inside}; if it looks ids up itself, or takes a KeyedJaggedTensor, give "
+            "it as shadowsync.wrap(model)"
+        ) from error
+    if line_of(error) is not None:
+        raise ConfigError(f"the model {class_of(module)} failed on a batch: {blamed(error)}") from error
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from yaml import YAMLError
 
 from shadowsync.errors import ConfigError
 from shadowsync.places import written_places
-from shadowsync.registry import MemberOf, explain, nearest, option_names
+from shadowsync.registry import MemberOf, explain, flow, nearest, option_names
 
 Pooling = Literal["sum", "mean", "none"]
 LONGEST_S = 3.2e7
@@ -107,8 +107,7 @@ class SplitConfig(Section):
         return self
 
     def __str__(self) -> str:
-        shown = {key: f"{value:g}" if isinstance(value, float) else value for key, value in self.told().items()}
-        return f"{{{', '.join(f'{key}: {value}' for key, value in shown.items())}}}"
+        return flow(self.told())
 
     def told(self) -> dict[str, Any]:
         """What was given, by its keys."""
@@ -140,6 +139,12 @@ class DataConfig(Choice):
     test: SplitConfig | None = Field(
         None,
         description="test rows that are part of the training rows, and kept from them; keys as those of valid",
+    )
+    max_rows: int | None = Field(
+        None,
+        ge=0,
+        description="train on the first rows only, at most so many in each epoch, in the order of the data and after "
+        "data.valid and data.test have taken theirs; null or 0: on all",
     )
     accept: str | None = Field(
         None,
@@ -686,9 +691,9 @@ def _laid_over(below: Any, above: Any, place: tuple[str, ...] = ()) -> Any:
     """
     key = ".".join(place)
     if isinstance(below, dict) and isinstance(above, list):
-        raise ConfigError(f"{key}={above}: it holds keys, not a list: write {key}.KEY=VALUE")
+        raise ConfigError(f"{key}={flow(above)}: it holds keys, not a list: write {key}.KEY=VALUE")
     if isinstance(below, list) and isinstance(above, dict):
-        raise ConfigError(f"{key}={above}: it is a list, and one is written whole: {key}=[a,b]")
+        raise ConfigError(f"{key}={flow(above)}: it is a list, and one is written whole: {key}=[a,b]")
     if not isinstance(below, dict) or not isinstance(above, dict) or (len(place) > 1 and not above):
         return above
     if len(place) == 2 and place[0] == "compression" and "name" in below and "name" in above:

@@ -17,6 +17,9 @@ fixes it: it is shown to the user as it stands, without a traceback.
 
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 _LONGEST_WORD, _LONGEST = 200, 2000
 
@@ -95,3 +98,12 @@ def lacks_memory(error: BaseException) -> bool:
     """Whether the machine gave no memory, or no thread; torch has no error of its own for it on the CPU."""
     said = ("can't allocate memory", "bad_alloc", "can't start new thread")
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in said))
+
+
+@contextmanager
+def save_errors(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to write `path` into a `SaveError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path}: cannot be written: {error.strerror or error}") from error

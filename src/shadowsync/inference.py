@@ -20,6 +20,7 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, as_trained, choose_all, named_module
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
+from shadowsync.data.csv import Csv
 from shadowsync.data.files import FileOptions, FileRows, large_columns
 from shadowsync.data.frame import TableOptions, batch_of
 from shadowsync.data.labels import Task, answers
@@ -29,7 +30,7 @@ from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.splits import PARTS, open_parts, whole
 from shadowsync.data.spooling import Given, with_rows_of
 from shadowsync.data.tables import Columns, OpenTable, TableSource
-from shadowsync.data.writer import is_csv, write_parquet, writing_table
+from shadowsync.data.writer import is_csv, section_of, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, Shard, Table, widths
@@ -41,7 +42,7 @@ from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
 from shadowsync.places import advice, unfollowed, without
 from shadowsync.preparing import prepared, trained_source
-from shadowsync.registry import nearest
+from shadowsync.registry import build, nearest
 from shadowsync.report.words import left_out
 from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica
@@ -160,7 +161,7 @@ class Trained:
         self._predict = predictor(replica, EmbeddingClient(self.tables, features, [self.server]))
 
     def rows(self, data: Path | str | None, labelled: bool = True) -> OpenSource:
-        """The run's test rows, or those at `data`: a file of the run's own format, or parquet with its columns.
+        """The run's test rows, or those at `data`, with its columns: in the format that the ending says, else its own.
 
         Where no labels are needed a parquet file need not have any.
 
@@ -194,6 +195,11 @@ class Trained:
         if (difference := column_difference(self.schema, opened.schema)) is not None:
             raise DataError(f"{place}: the model was trained on {difference}")
         for there, here in zip(opened.schema.features, self.schema.features, strict=True):
+            if here.multi_hot and not there.multi_hot and isinstance(read, OpenTable) and isinstance(read.source, Csv):
+                raise DataError(
+                    f"{place}: feature {here.name} has lists, and the run does not say what is between their values in "
+                    "a CSV: give parquet or JSON lines"
+                )
             if there.rows > here.rows:
                 raise DataError(
                     f"{place}: feature {there.name} has ids up to {there.rows - 1}, the model has {here.rows} rows for "
@@ -203,10 +209,11 @@ class Trained:
 
     def _source_at(self, data: str, labelled: bool) -> Source:
         source: Any = self.choices.source
-        source = source.at(data) if isinstance(source, FileOptions) else parquet_of(self.schema, data)
+        if not isinstance(source, FileOptions):
+            source = parquet_of(self.schema, data)
         if isinstance(source, TableSource) and not labelled:
             source = source.unlabelled()
-        return cast("Source", source)
+        return cast("Source", source.at(data))
 
     @overload
     def predict(self, data: object, out: None = None) -> NDArray[np.float32]: ...
@@ -408,16 +415,7 @@ def _keep_data(source: OpenSource, path: Path) -> None:
 
 def parquet_of(schema: Schema, path: str) -> Parquet:
     """The parquet source that reads what `write_parquet` writes for a source of this schema."""
-    features = schema.features
-    return Parquet(
-        path=path,
-        dense=schema.dense,
-        standardise=False,
-        categorical=tuple(feature.name for feature in features),
-        rows={feature.name: feature.rows for feature in features},
-        tables={feature.name: feature.table for feature in features if feature.table is not None},
-        pooling={feature.name: feature.pooling for feature in features if feature.multi_hot},
-    )
+    return build(Parquet, section_of(schema, path, weighted=False), "data")
 
 
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:

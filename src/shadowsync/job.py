@@ -198,11 +198,14 @@ class Job:
             return _Run(self, began, console, callbacks, stack).to_the_end()
 
     def _keep_given(self, console: Console) -> None:
-        """Puts rows that were given where the configuration says they are."""
+        """Puts rows that were given where the configuration says they are; a run has those that it began with."""
         for split, given in self._given.items():
             path = kept_path(self.out, split)
-            count = given.keep(path)
-            told = "are kept in" if count is None else f"({count:,}) are now in"
+            if self.out == self.resume and path.exists():
+                given.check_kept(path)
+                told = "are kept in"
+            else:
+                told = f"({given.keep(path):,}) are now in"
             console.print(f"the rows of {given.name} {told} {path}", highlight=False)
 
     def _claim_place(self, stack: contextlib.ExitStack) -> None:
@@ -814,10 +817,14 @@ def _check_split(saved: LoadedCheckpoint, config: Config) -> None:
         return "null" if split is None or split.path is not None else str(split)
 
     there = parse(saved.config).data
-    for part, before, given in (("test", there.test, config.data.test), ("valid", there.valid, config.data.valid)):
-        if (was := cut(before)) != (now := cut(given)):
+    for key, was, now in (
+        ("test", cut(there.test), cut(config.data.test)),
+        ("valid", cut(there.valid), cut(config.data.valid)),
+        ("max_rows", str(there.max_rows or 0), str(config.data.max_rows or 0)),
+    ):
+        if was != now:
             raise ConfigError(
-                f"data.{part}={now}: {saved.name} was trained with {was}, which decides what is left to train"
+                f"data.{key}={now}: {saved.name} was trained with {was}, which decides what is left to train"
             )
 
 

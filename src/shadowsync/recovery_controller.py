@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.checkpoint.format import plain_name
+from shadowsync.checkpoint.format import order, plain_name
 from shadowsync.checkpoint.job_state import (
     JobState,
     check_layout,
@@ -419,6 +419,8 @@ class RecoveryController:
                 self._parent = None
             with self._lock:
                 self._ended.append(self._note_failed_save)
+                if rows == "copied" and self._is_unsaved_best(frame.samples):
+                    self._ended.append(partial(self._save_again, frame, due))
             return
         self._parent, whole = name, snapshot.parent is None
         (self._chain.whole if whole else self._chain.delta)(rows_bytes(snapshot.tables))
@@ -431,6 +433,17 @@ class RecoveryController:
         if self._parent is not None and self._chain.is_long:
             self._rewrite(name)
         self.saves += 1
+
+    def _is_unsaved_best(self, samples: int) -> bool:
+        course = self._session.course
+        return course.best is not None and course.best_samples == samples and not course.checkpoint
+
+    def _save_again(self, frame: Snapshot, due: Due) -> None:
+        """The best state, which nobody has any more, unless something newer is saved or about to be."""
+        newer = self.saver.busy or any(order(name)[0] > frame.samples for name in self._store.names())
+        if self._is_unsaved_best(frame.samples) and not newer:
+            self._exact_samples = frame.samples
+            self.saver.submit(partial(self._write, frame, "copied", due, 0.0))
 
     def _with_rows(self, frame: Snapshot, due: Due) -> Snapshot:
         """In the saver's thread: with the rows that changed, on top of the last save, if that is worth it."""

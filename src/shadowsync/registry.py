@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import json
 import pkgutil
 import sys
 import typing
@@ -199,15 +200,25 @@ def explain(error: pydantic.ValidationError, section: str) -> str:
     message = first["msg"].removeprefix("Value error, ").replace("a valid tuple", f"a list{alone}")
     if first["type"] in ("model_type", "dict_type"):
         message = f"it holds keys: write {key}.KEY=VALUE, or {key}: {{KEY: VALUE}} in the file"
-    shown = repr(first["input"])
-    value = (
-        f"={first['input']}" if isinstance(first["input"], str | int | float | dict | list) and len(shown) < 80 else ""
-    )
-    flow = isinstance(first["input"], dict) and first["input"] and all(v is None for v in first["input"].values())
+    given = first["input"]
+    shown = flow(given) if isinstance(given, dict | list) else str(given)
+    value = f"={shown}" if isinstance(given, str | int | float | dict | list) and len(shown) < 80 else ""
+    unspaced = isinstance(given, dict) and given and all(one is None for one in given.values())
     if first["type"] == "value_error" and not first["loc"]:  # of options together: the message names them
         value = ""
-    hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if flow else ""
+    hint = "; YAML wants a space behind each colon of a map: {a: 1, b: 2}" if unspaced else ""
     return f"{key}{value}: {message[:1].lower()}{message[1:]}{hint}"
+
+
+def flow(value: object) -> str:
+    """As YAML has it on one line."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {flow(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(flow, value))}]"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _takes_bool(hint: Any) -> bool:

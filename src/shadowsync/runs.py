@@ -21,9 +21,9 @@ from shadowsync.checkpoint.format import plain_name
 from shadowsync.checkpoint.job_state import course_of
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.store import CheckpointStore
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.errors import CheckpointError, ConfigError, save_errors
 from shadowsync.places import advice, is_foreign
-from shadowsync.report.files import save_errors, write_atomically
+from shadowsync.report.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".in-use"

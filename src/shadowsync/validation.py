@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from shadowsync.cluster.session import Session
-from shadowsync.data.source import OpenSource
+from shadowsync.data.source import OpenSource, summary
 from shadowsync.errors import NonFiniteLoss
 from shadowsync.inference import predictions, predictor
 from shadowsync.measuring import Measuring
@@ -44,6 +44,17 @@ class Validation:
         self._session, self._keeping, self._rows, self._tell = session, keeping, rows, tell
         self._told_of_labels = False
         self.seconds = 0.0
+        self._take_up_course()
+
+    def _take_up_course(self) -> None:
+        """At the start, and after going back: of the checkpoint, which may know of other rows."""
+        before, marks = self._session.course, self._rows.marks()
+        course = before.on_rows(summary(marks) if marks else "")
+        if course is not before:  # else a save may be about to say where the best one is
+            self._session.course = course
+        if before.best is not None and course.best is None:
+            best = f"{self._judge.best_by} {before.best:.6g}"
+            self._tell(f"the best validation so far, {best}, was on other rows (data.valid) and counts no more")
 
     @property
     def is_due(self) -> bool:
@@ -69,6 +80,7 @@ class Validation:
         Returns:
             false if somebody died, or if it was `broken_off`: then it is still to be done.
         """
+        self._take_up_course()
         session, before, began = self._session, self._session.course, time.monotonic()
         if not self._keeping.save_best(lambda: self._is_best(broken_off)):
             session.course = before

@@ -153,7 +153,7 @@ CONFIGURATION: dict[str, Mistake] = {
         train("data.weight=price"), ["data.dense names 'price'", "which is the weight (data.weight)"]
     ),
     "a word for a list": Mistake(train("data.dense=price"), ["data.dense=price", "a list, as [price]"]),
-    "a map for a list": Mistake(train("data.dense={price: 1}"), ["data.dense={'price': 1}", "whole: data.dense=[a,b]"]),
+    "a map for a list": Mistake(train("data.dense={price: 1}"), ["data.dense={price: 1}", "whole: data.dense=[a,b]"]),
     "a place in a list": Mistake(train("data.dense.0=price"), ["data.dense", "whole: data.dense=[a,b]"]),
     "a list for a section": Mistake(train("data=[1]"), ["data=[1]", "not a list: write data.KEY=VALUE"]),
     "a number for a section": Mistake(train("train=5"), ["train=5", "write train.KEY=VALUE"]),

@@ -76,7 +76,7 @@ def test_what_folders_are_called_decides_the_type(tmp_path: Path) -> None:
         pl.DataFrame({"label": [0], "price": [0.0]}).write_parquet(tmp_path / name / "a.parquet")
     source = opened(tmp_path, dense=["price"], categorical=["kind"], rows=None, hash_size=1000)
     assert source.tables[0].types["kind"] == pl.String()
-    taken = [table.take(0, 1)[0]["kind"].to_list() for table in source.tables]
+    taken = [table.take(0, 1, ["kind"])[0]["kind"].to_list() for table in source.tables]
     assert taken == [["3"], [None], ["a/b"]]
     assert source.read(source.slices(9)[1]).ids.values.tolist() == [0]
     only = opened(tmp_path, dense=["price"], categorical=["kind"], rows=None, hash_size=1000, partitions={"kind": 3})

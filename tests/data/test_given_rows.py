@@ -89,22 +89,24 @@ def test_tables_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TABLES if kind != "arrow reader"])
-def test_the_same_rows_are_kept_once(tmp_path: Path, kind: str) -> None:
+def test_the_same_rows_are_known_again_and_others_are_not(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "train.parquet"
     Given("data", TABLES[kind](frame())).keep(path)
-    before = path.stat().st_mtime_ns, path.stat().st_ino
-    assert Given("data", TABLES[kind](frame())).keep(path) is None
-    assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
-    for other in (frame().with_columns(pl.col("label") + 1), frame().rename({"word": "words"}), frame().clear()):
+    Given("data", TABLES[kind](frame())).check_kept(path)
+    for other in (frame().with_columns(pl.col("label") + 1), frame().rename({"word": "words"})):
         with pytest.raises(ConfigError, match=r"train\.parquet holds other rows than data: leave data out to go on"):
-            Given("data", TABLES[kind](other)).keep(path)
+            Given("data", TABLES[kind](other)).check_kept(path)
+    with pytest.raises(DataError, match="data holds no rows"):
+        Given("data", TABLES[kind](frame().clear())).check_kept(path)
+    assert Given("data", TABLES[kind](frame(ROWS - 1))).keep(path) == ROWS - 1, "in place of those"
 
 
-def test_more_rows_are_other_rows_where_their_number_is_known(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["polars", "pandas", "arrow table", "hugging face"])
+def test_more_rows_are_other_rows_where_their_number_is_known(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "train.parquet"
-    Given("data", frame()).keep(path)
+    Given("data", TABLES[kind](frame())).keep(path)
     with pytest.raises(ConfigError, match="holds other rows"):
-        Given("data", frame(ROWS + 1)).keep(path)
+        Given("data", TABLES[kind](frame(ROWS + 1))).check_kept(path)
 
 
 def test_no_more_than_a_row_group_is_held(tmp_path: Path) -> None:
@@ -147,6 +149,35 @@ def test_a_loader_of_tensors(tmp_path: Path) -> None:
     assert kept["price"].to_list()[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
 
 
+def test_tensors_of_any_width(tmp_path: Path) -> None:
+    values = torch.tensor([1.5, -2.0], requires_grad=True)
+    batch = {"a": values.bfloat16(), "b": values.half(), "c": [values.bfloat16()] * 2, "d": values[:, None].bfloat16()}
+    Given("data", batch).keep(tmp_path / "a.parquet")
+    kept = pl.read_parquet(tmp_path / "a.parquet").to_dict(as_series=False)
+    assert kept == {"a": [1.5, -2], "b": [1.5, -2], "c": [[1.5, -2]] * 2, "d": [[1.5], [-2]]}
+
+
+def odd_pandas(what: str) -> Any:
+    table = pandas_of(frame())
+    if what == "levels":
+        return table.set_index(["label", "word"])
+    return table["label"] if what == "series" else table.rename(columns={"word": 3})
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "said"),
+    [
+        ("number", DataError, r"data: .*its column 3 has no text as its name: rename it \(frame\.columns\)"),
+        ("levels", DataError, r"data: .*its index of several levels would be lost: .*frame\.reset_index\(\)"),
+        ("series", ConfigError, r"data is a pandas.*Series: give a polars, pandas"),
+    ],
+)
+def test_what_of_pandas_is_no_table(tmp_path: Path, what: str, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        Given("data", odd_pandas(what)).keep(tmp_path / "a.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_column_without_values_takes_the_type_of_those_that_come(tmp_path: Path) -> None:
     batches = [{"a": [None, None], "b": [[], None]}, {"b": [["x"], []], "a": [1, None]}, {"a": [None], "b": [None]}]
     Given("data", batches).keep(tmp_path / "a.parquet")
@@ -181,6 +212,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "mixed": ([{"a": [1, "x"]}], "data, batch 1: cannot be read: "),
     "complex numbers": ({"a": np.zeros(3, complex)}, "data: batch 1 holds Object in the column 'a': give numbers"),
     "numbers of more bits": ({"a": [2**70, 1]}, "data: batch 1 holds Int128 in the column 'a': give numbers"),
+    "a column as a batch": ([pl.Series("a", [1])], r"data: its batch 1 is a polars.*Series, each must be a polars"),
     "pairs": ([([1], [0])], "data: its batch 1 is a tuple, each must be a polars, pandas"),
     "its own error": (fails_after(3, KeyError("user")), "data: cannot be read: 'user'"),
     "its own file": (fails_after(50, FileNotFoundError("x.bin")), r"data: x\.bin"),
@@ -200,6 +232,7 @@ def test_rows_that_cannot_be_kept_leave_nothing(tmp_path: Path, what: str) -> No
     [
         (7, "data is a int: give a polars, pandas"),
         (object(), "data is a object"),
+        (pl.Series([1]), "data is a polars.*Series: give a polars, pandas"),
         ("rows.parquet", "data='rows.parquet' is a path and not rows: set data.path"),
         (Path("rows.csv"), "is a path and not rows"),
         (

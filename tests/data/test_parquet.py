@@ -205,3 +205,10 @@ def test_pages_damaged_inside_are_an_error(tmp_path):
     opened = Parquet(path=str(path), **OPTIONS).open("train", "error")
     with pytest.raises(DataError, match=r"rows\.parquet: row 1 and those after cannot be decoded"):
         opened.read(opened.slices(10)[0])
+
+
+def test_only_lists_are_pooled(tmp_path):
+    with pytest.raises(DataError, match=r"column 'item' \(data\.pooling\) holds Int64, it must hold lists, as it says"):
+        open_frame(tmp_path, pooling={"item": "mean"})
+    shared = {"rows": {"item": 5, "tags": 5}, "tables": {"tags": "item"}}
+    assert open_frame(tmp_path, pooling={"item": "mean", "tags": "mean"}, **shared).rows == 3, "a table they share"

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from remote_files import Flaky, Web, web_server
 
+from shadowsync import Job
 from shadowsync.data import files
 from shadowsync.data import parquet as parquet_module
 from shadowsync.data.batch import Batch
@@ -222,6 +223,26 @@ def test_a_server_that_gives_no_parts_is_said_so(tmp_path: Path) -> None:
 def test_what_is_not_there_over_http(web: Web) -> None:
     with pytest.raises(DataError, match=r"none\.parquet: there is no such file"):
         parquet(f"{web.url}/none.parquet").open("train", "error")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl.gz"])
+def test_a_job_reads_its_rows_from_a_web_server(tmp_path: Path, web: Web, ending: str) -> None:
+    rows = pl.DataFrame({"label": [k % 2 for k in range(500)], "item": [k % 2 + 2 * (k % 5) for k in range(500)]})
+    rows = rows.with_columns(price=pl.Series(range(500)) % 7)
+    made = {"csv": rows.write_csv().encode(), "jsonl.gz": gzip.compress(rows.write_ndjson().encode())}
+    rows.write_parquet(tmp_path / "rows.parquet")
+    web.files[f"rows.{ending}"] = made.get(ending) or (tmp_path / "rows.parquet").read_bytes()
+    data = {
+        "path": f"{web.url}/rows.{ending}",
+        "categorical": ["item"],
+        "rows": 12,
+        "test": {"last": 100},
+        "dense": ["price"],
+    }
+    job = Job({"data": {**data, "epochs": 5}, "train": {"trainers": 1, "batch_size": 20}}, out=tmp_path / "out")
+    result = job.run()
+    assert (result.data.train_samples, result.data.test_samples, result.data.trained_samples) == (400, 100, 2000)
+    assert result.test.auc > 0.9
 
 
 def test_a_glob_names_files_by_their_urls(flaky: type[Flaky]) -> None:

@@ -265,7 +265,34 @@ def test_a_file_of_validation_rows(tmp_path: Path) -> None:
     assert not isinstance(parts["valid"], Selected)
 
 
+SPLIT = {"test": {"last": 10}, "valid": {"column": "item", "fraction": 0.3}}
+
+
+@pytest.mark.parametrize("split", [{}, SPLIT])
+@pytest.mark.parametrize("most", [1, 17, 25, 26, 1000])
+def test_the_first_rows_are_trained_on_and_all_others_stay_what_they_are(tmp_path, split, most) -> None:
+    data = table(tmp_path)
+    rows = pl.read_parquet(data["path"])
+    for number, part in enumerate((rows[:20], rows[20:21], rows[21:])):
+        part.write_parquet(tmp_path / f"part-{number}.parquet")
+    every = {**data, **split, "path": str(tmp_path / "part-*.parquet")}
+    there, here = open_all(every), open_all({**every, "max_rows": most})
+    wanted = dense_of(there["train"])[:most]
+    assert dense_of(here["train"]) == wanted
+    assert here["train"].rows == len(wanted) == sum(one.rows for one in here["train"].slices(7))
+    assert [dense_of(here[part]) for part in split] == [dense_of(there[part]) for part in split]
+
+
+def test_no_bound_is_all_rows() -> None:
+    data = {"name": "synthetic", "rows": 100, "valid": {"last": 20}}
+    rows = {most: open_all({**data, "max_rows": most})["train"].rows for most in (None, 0, 30, 80, 90)}
+    assert rows == {None: 80, 0: 80, 30: 30, 80: 80, 90: 80}
+    with pytest.raises(ConfigError, match=r"data\.max_rows=-1: .*greater than or equal to 0"):
+        open_all({**data, "max_rows": -1})
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a map": ({"valid": {"last": 5, "fraction": 0.1}}, r"data\.valid=\{last: 5, fraction: 0\.1\}: give one of"),
     "nothing": ({"valid": {}}, r"data\.valid.*give one of path, fraction, last and from .* not none of them"),
     "two ways": ({"valid": {"last": 5, "fraction": 0.1}}, "give one of .*, not fraction and last"),
     "unknown key": ({"valid": {"fractoin": 0.1}}, r"data\.valid\.fractoin: .*did you mean fraction\?.*from"),

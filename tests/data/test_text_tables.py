@@ -168,15 +168,32 @@ def test_a_file_may_begin_with_a_mark_and_end_in_capitals(tmp_path: Path, expect
     assert same(whole(opened(Csv, tabs, lists=LISTS)), expected)
 
 
-def test_lists_of_no_column_are_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.lists names 'tagz', .*rows\.csv does not have, did you mean tags"):
-        opened(Csv, text(tmp_path, "rows.csv", csv_of(FRAME)), lists={**LISTS, "tagz": ";"})
+def test_names_of_no_column_are_a_mistake(tmp_path: Path) -> None:
+    path = text(tmp_path, "rows.csv", csv_of(FRAME))
+    said = r"names .tagz., .*rows\.csv does not have, did you mean tags"
+    with pytest.raises(ConfigError, match=rf"data\.lists {said}"):
+        opened(Csv, path, lists={**LISTS, "tagz": ";"})
+    with pytest.raises(ConfigError, match=r"data\.types names 'prise', .*rows\.csv does not have, did you mean price"):
+        opened(Csv, path, lists=LISTS, types={"prise": "Float64"})
+
+
+def test_digits_that_begin_with_zeros_are_text(tmp_path: Path) -> None:
+    path = text(tmp_path, "rows.csv", b"label,price,item,user,word,code\n0,007,07,0,0.5,007\n1,08,1,10,10,7\n")
+    options = {"dense": ["price"], "categorical": ["item", "user", "word", "code"], "rows": {"item": 50}}
+    options["hash_size"] = dict.fromkeys(("user", "word", "code"), 1000)
+    source = opened(Csv, path, **options)
+    wanted = {"price": "String", "item": "String", "user": "Int64", "word": "Float64", "code": "String"}
+    assert source.settled["types"] == {"label": "Int64", **wanted}
+    batch = whole(source)
+    assert batch.dense.tolist() == [[7.0], [8.0]], "what is used as a number is one"
+    assert batch.ids.select([0]).values.tolist() == [7, 1]
+    assert len({*batch.ids.select([3]).values.tolist()}) == 2
 
 
 def test_quotes_may_mean_nothing(tmp_path: Path) -> None:
     path = text(tmp_path, "rows.csv", b'label,word\n0,5" disk\n1,"x\n')
     source = opened(Csv, path, dense=[], categorical=["word"], rows=None, hash_size=10, quote=None)
-    assert source.tables[0].take(0, 2)[0]["word"].to_list() == ['5" disk', '"x']
+    assert source.tables[0].take(0, 2, ["word"])[0]["word"].to_list() == ['5" disk', '"x']
 
 
 def test_types_are_found_once_and_for_all(tmp_path: Path) -> None:
@@ -266,6 +283,11 @@ OBJECTS = jsonl_of(FRAME).splitlines()
             b'{"label": true, "price": 1, "item": 1, "tags": [1, "b"]}',
             r'tags is \[1, "b"\], it must be a list of integers',
         ),
+        (
+            b'{"label": true, "price": 1, "item": 1, "word": ["me", "you"]}',
+            r'word is \["me", "you"\], where the first rows .* hold text; mend it, or leave such rows out',
+        ),
+        (b'{"label": true, "price": NaN, "item": 1}', r"it is not a JSON object in one line \(NaN and Infinity are"),
         (b'{"price": 1, "item": 1}', r"the label \(label\) is missing, it must be 0 or 1"),
     ],
 )
@@ -337,3 +359,11 @@ def test_columns_are_kept_as_they_are(tmp_path: Path) -> None:
     options = {"dense": [], "categorical": ["item"], "rows": 9, "hash_size": None, "infer_rows": 2}
     with pytest.raises(DataError, match=r"bad\.csv, row 4: note is 'x', where the first rows"):
         Columns(opened(Csv, bad, **options), ["note"]).take(4)
+
+
+def test_text_that_looks_like_json_is_text(tmp_path: Path) -> None:
+    words = ["[x", "{}", '["a"]', None]
+    rows = "\n".join(json.dumps({"label": 1, "word": word}) for word in words)
+    path = text(tmp_path, "rows.jsonl", rows.encode())
+    source = opened(Jsonl, path, dense=[], categorical=["word"], rows=None, hash_size=9)
+    assert source.tables[0].take(0, 4, ["word"])[0]["word"].to_list() == words

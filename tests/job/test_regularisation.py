@@ -229,7 +229,7 @@ def test_widths_are_given_by_feature(tmp_path: Path) -> None:
     [
         ({"mny": 8}, "model.embedding_dim: there is no feature mny, did you mean many?; there are c0, c1, many, and"),
         ({"c1": 8, "many": 4}, "model.embedding_dim: rows of table t cannot have the widths 8 of c1 and 4 of many"),
-        ({"c1": 0}, "model.embedding_dim={'c1': 0}: the width of c1 is 0, it must be a whole number from 1 to 4096"),
+        ({"c1": 0}, "model.embedding_dim={c1: 0}: the width of c1 is 0, it must be a whole number from 1 to 4096"),
         ({"c1": True}, "the width of c1 is True"),
         (0, "model.embedding_dim=0: input should be greater than or equal to 1"),
     ],

@@ -24,6 +24,8 @@ from job_helpers import (
 from test_resume import SignalAt
 
 from shadowsync import Job, Result, Trained
+from shadowsync.checkpoint.snapshot import GivenUp, Snapshot
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.choices import choose_all
 from shadowsync.config import merge, parse
 from shadowsync.data.reader import batches
@@ -258,6 +260,59 @@ def test_another_split_is_refused_on_resume(tmp_path: Path) -> None:
         other = {**config, "data": {**config["data"], "valid": valid}}
         said = "was trained with {last: 20}"
         fails(lambda config=other: train_counted(config, out, resume=out), ConfigError, "data.valid=", said)
+
+
+def test_a_best_state_whose_save_was_given_up_is_saved_again(
+    stopped: tuple[Path, Path, Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, _, result = stopped
+    save, given_up = CheckpointStore.save, []
+
+    def once(store: CheckpointStore, snapshot: Snapshot) -> str:
+        if snapshot.samples == result.validation.best_samples and not given_up:
+            given_up.append(snapshot.samples)
+            raise GivenUp("somebody could not wait")
+        return save(store, snapshot)
+
+    monkeypatch.setattr(CheckpointStore, "save", once)
+    config = overfitting(data, train={"batch_size": 8, "lr": 0.05, "best_by": "logloss", "patience": 4})
+    again = Job(config, out=tmp_path / "out").run()
+    assert given_up == [result.validation.best_samples]
+    assert (again.validation.checkpoint, again.test) == (result.validation.checkpoint, result.test)
+
+
+def test_on_other_validation_rows_the_best_begins_anew(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", ROWS), tmp_path / "out"
+    valid = {number: write_rows(tmp_path / f"valid-{number}.parquet", 80, number) for number in (1, 2)}
+
+    def run(epochs: int, number: int) -> Result:
+        config = overfitting(data)
+        config["data"] |= {"epochs": epochs, "valid": {"path": str(valid[number])}}
+        return Job(config, out=out, resume=out if out.exists() else None).run()
+
+    def told() -> list[str]:
+        return [told for told in decided(out) if "was on other rows (data.valid) and counts no more" in told]
+
+    first, other = run(9, 1).validation, run(10, 2).validation
+    assert first.best_samples < first.validations * ROWS, "it has overfitted"
+    assert [told.split(", ")[1] for told in told()] == [f"logloss {first.best:.6g}"]
+    assert (other.validations, other.best, other.best_samples) == (10, other.last["logloss"], 10 * ROWS)
+    assert run(11, 2).validation.validations == 11
+    assert len(told()) == 1
+
+
+def test_the_first_rows_are_trained_in_each_epoch_and_their_number_stays(tmp_path: Path) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 100), tmp_path / "out"
+    config = settings(data, data={"max_rows": 33, "epochs": 2}, train={"trainers": 2})
+    result, rows = train_counted(config, out)
+    assert rows == dict.fromkeys(range(33), 2)
+    assert result.data.train_samples == 33
+    for most in (None, 34):
+        other = {**config, "data": {**config["data"], "max_rows": most}}
+        said = f"data.max_rows={most or 0}: ", "was trained with 33, which decides what is left to train"
+        fails(lambda config=other: train_counted(config, out, resume=out), ConfigError, *said)
+    _, rows = train_counted({**config, "data": {**config["data"], "epochs": 3}}, out, resume=out)
+    assert rows == dict.fromkeys(range(33), 1)
 
 
 def test_another_measure_is_refused_on_resume(stopped: tuple[Path, Path, Result]) -> None:

@@ -66,3 +66,14 @@ def test_going_on_from_what_was_stored_decides_the_same(values: list[float | Non
     assert course == course_of(judge, values)[-1]
     known = [value for value in values if value is not None]
     assert course.waited <= course.stale < max(1, len(known))
+
+
+def test_on_other_rows_nothing_was_the_best_yet_and_rates_stay_down() -> None:
+    judge = Judge(plateau_patience=1)
+    before = course_of(judge, [0.5, 0.7, 0.6])[-1].on_rows("one")
+    assert (before.rows, before.best) == ("one", 0.7), "a checkpoint of before does not know its rows"
+    assert before.on_rows("one") is before.on_rows("") is before
+    other = before.on_rows("other")
+    assert (other.best, other.best_samples, other.stale, other.checkpoint) == (None, 0, 0, "")
+    assert (other.validations, other.passed, other.scale) == (3, 33, 0.5)
+    assert judge.after(other, {"auc": 0.1}, 40, 44).best == 0.1

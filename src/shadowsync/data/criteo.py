@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.files import PANIC, File, FileOptions, FileRows, Problem, open_lines
+from shadowsync.data.files import PANIC, File, FileOptions, FileRows, Problem, bad_ones, open_lines
 from shadowsync.data.source import Feature, OpenSource, Schema, Slice, Source
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.serving import mix, to_rows
@@ -30,8 +30,6 @@ _TYPES: dict[str, type[pl.DataType]] = {
 }
 _INTEGER = re.compile(r" *[+-]?[0-9]{1,18}|")
 _HEXADECIMAL = re.compile(r"\+?[0-9a-fA-F]{1,15}|")
-
-_PIECE = 256  # rows that are parsed again to find a bad one
 
 HashSize = Annotated[int, Field(ge=2, le=1 << 32)]
 
@@ -145,14 +143,9 @@ def _joined(rows: Sequence[str]) -> bytes:
 
 
 def find_problems(rows: Sequence[str]) -> list[Problem]:
-    """What is wrong with each bad row, looking only into those pieces that cannot be parsed at once."""
-    found = []
-    for start in range(0, len(rows), _PIECE):
-        piece = rows[start : start + _PIECE]
-        if parse(_joined(piece), len(piece)) is None:
-            texts = (problem(row) for row in piece)
-            found += [Problem(start + at, text) for at, text in enumerate(texts) if text is not None]
-    return found
+    """What is wrong with each bad row, looking only into those that cannot be parsed at once."""
+    bad = bad_ones(rows, lambda some: parse(_joined(some), len(some)) is not None)
+    return [Problem(row, problem(rows[row]) or "it cannot be parsed") for row in bad]
 
 
 def problem(row: str) -> str | None:

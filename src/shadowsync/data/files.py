@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 from urllib.parse import unquote
 
 import fsspec.core
@@ -24,11 +24,12 @@ import polars as pl
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shadowsync.data.source import PART, BadRows, Mark, OpenSource, Schema, Slice, digest
+from shadowsync.data.source import PART, BadRows, Mark, OpenSource, Schema, Slice, Source, digest
 from shadowsync.errors import DataError, ShadowSyncError
 from shadowsync.places import redacted
 
 _url_to_fs: Any = fsspec.core.url_to_fs  # has no types
+T = TypeVar("T")
 
 _BLOCK = 8 << 20  # bytes of one request when a remote file is read through: few enough requests, little memory
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0)  # before a request is made again; together longer than a usual outage
@@ -235,9 +236,27 @@ class Problem:
     remedy: str = "mend it, or leave such rows out with data.on_bad_row=skip"
 
 
+def bad_ones(rows: Sequence[T], parses: Callable[[Sequence[T]], bool], start: int = 0) -> Iterator[int]:
+    """Those that cannot be parsed, from number `start` on, found by halving."""
+    if parses(rows):
+        return
+    if len(rows) == 1:
+        yield start
+        return
+    half = len(rows) // 2
+    yield from bad_ones(rows[:half], parses, start)
+    yield from bad_ones(rows[half:], parses, start + half)
+
+
 @dataclass(frozen=True)
 class FileOptions:
-    """Where the rows of a source of files are."""
+    """Where the rows of a source of files are.
+
+    Attributes:
+        endings: of the names of such files: those that a folder stands for, and by which `data.name` may be left out.
+    """
+
+    endings: ClassVar[tuple[str, ...]] = ()
 
     path: Annotated[
         str | tuple[str, ...], Field(description="training rows: a file, a glob or a list, any URL of fsspec")
@@ -247,11 +266,11 @@ class FileOptions:
     def files(self, split: Literal["train", "test"]) -> tuple[File, ...] | None:
         """As `resolve`; None if there are no test rows."""
         key, paths = ("data.path", self.path) if split == "train" else ("data.test_path", self.test_path)
-        return None if paths is None else resolve(key, paths)
+        return None if paths is None else resolve(key, paths, self.endings)
 
-    def at(self, path: str | tuple[str, ...]) -> Self:
+    def at(self, path: str | tuple[str, ...]) -> Source:
         """The same columns of other files, without test rows."""
-        return replace(self, path=path, test_path=None)
+        return cast("Source", replace(self, path=path, test_path=None))
 
 
 class FileRows(OpenSource):
@@ -277,12 +296,6 @@ class FileRows(OpenSource):
         self._dropped: dict[tuple[int, int, int], set[int]] = {}
         self._marks = [self._mark(number) if file.local else None for number, file in enumerate(self.files)]
         self._stamps = [file.stamp() for file in self.files]
-
-    def limit(self, rows: int) -> None:
-        """Only the first `rows` rows are read."""
-        before = np.cumsum([0, *self.file_rows[:-1]])
-        self.file_rows = tuple(int(max(min(n, rows - b), 0)) for n, b in zip(self.file_rows, before, strict=True))
-        self.rows = sum(self.file_rows)
 
     def place(self, part: Slice, row: int) -> str:
         """`path, row N`, counted from 1 in the file; rows that were skipped count."""

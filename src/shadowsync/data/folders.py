@@ -17,24 +17,25 @@ Wanted = (
     | Annotated[dict[Literal["from", "to"], Value], Field(min_length=1)]
 )
 """One value, several, or all from one to another, both included."""
+Found = tuple[File, Mapping[str, pl.Series]]
+"""A file, and one value of each column that its folders are named after."""
 
 _MISSING = "__HIVE_DEFAULT_PARTITION__"
 
 
-def folder_columns(files: Sequence[File]) -> dict[str, pl.Series]:
-    """By name, one value for each file: integers or dates if all are, else text; null where there is none."""
-    names = dict.fromkeys(name for file in files for name, _ in file.partitions)
-    found = [dict(file.partitions) for file in files]
-    return {
-        name: _typed(pl.Series(name, [values.get(name) for values in found], dtype=pl.String).replace(_MISSING, None))
-        for name in names
+def chosen_files(key: str, files: Sequence[File], wanted: Mapping[str, Wanted]) -> list[Found]:
+    """Those whose folders have wanted values. A column holds integers or dates if all files, chosen or not, do, else
+    text, and null where a file has none of it.
+
+    Raises:
+        DataError: there are none; names the configuration `key`.
+    """
+    named = [dict(file.partitions) for file in files]
+    columns = {
+        name: _typed(pl.Series(name, [one.get(name) for one in named], pl.String).replace(_MISSING, None))
+        for name in dict.fromkeys(name for one in named for name in one)
     }
-
-
-def wanted_files(key: str, files: Sequence[File], wanted: Mapping[str, Wanted]) -> tuple[File, ...]:
-    """Those whose folders have wanted values; raises `DataError` if there are none. Messages name the configuration
-    `key`."""
-    columns, left = folder_columns(files), pl.Series([True] * len(files))
+    left = pl.Series([True] * len(files))
     for name, values in wanted.items():
         if name not in columns:
             has = ", ".join(f"{column}=…" for column in columns) or "none"
@@ -46,13 +47,12 @@ def wanted_files(key: str, files: Sequence[File], wanted: Mapping[str, Wanted]) 
         bounds = ((name, columns[name].drop_nulls().sort()) for name in wanted)
         there = " and ".join(f"{name} from {values[0]} to {values[-1]}" for name, values in bounds)
         raise DataError(f"{key} leaves none of the {len(files)} files, which have {there}")
-    return tuple(file for file, kept in zip(files, left, strict=True) if kept)
+    return [(files[n], {name: columns[name].slice(n, 1) for name in named[n]}) for n in left.arg_true().to_list()]
 
 
 def _matches(key: str, column: pl.Series, wanted: Wanted) -> pl.Series:
     if not isinstance(wanted, dict):
-        several = wanted if isinstance(wanted, tuple) else (wanted,)
-        return column.is_in(_given(key, column, several))
+        return column.is_in(_given(key, column, wanted if isinstance(wanted, tuple) else (wanted,)))
     kept = column.is_not_null()
     if "from" in wanted:
         kept &= column >= _given(key, column, [wanted["from"]])[0]

@@ -288,6 +288,9 @@ class TableOptions:
                         f"{place}: column {part!r} holds {held}, and the model was trained on {trained}: cast it, "
                         "as its values would be others"
                     )
+            if name in self.pooling and self.learnt is None and name not in {*self.tables, *self.tables.values()}:
+                listed = is_list(types[parts[0]]) or types[parts[0]] == pl.Null
+                need(dense or listed, "data.pooling", parts[0], "lists, as it says how their rows are pooled")
             weights = None if dense else self.weights.get(name)
             if weights is not None:
                 need(is_list(types[parts[0]]), key, parts[0], "lists, as data.weights gives their ids weights")

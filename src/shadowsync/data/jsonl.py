@@ -2,14 +2,15 @@
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import polars as pl
 
 from shadowsync.data.files import Lines
-from shadowsync.data.text import Text, TextFile, TextSource
+from shadowsync.data.text import TextFile, TextSource
+from shadowsync.data.values import value_type
 from shadowsync.errors import DataError
 
 
@@ -25,17 +26,11 @@ class Jsonl(TextSource):
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
     as_missing: ClassVar[str] = "write null for a value that is missing"
 
-    def text(self, lines: Lines) -> Text:
-        return Text(lines, tuple(self._first(lines)), header=False)
+    def columns_of(self, lines: Lines) -> Sequence[str]:
+        return tuple(self.look(lines))
 
-    def look(self, text: Text) -> Mapping[str, pl.DataType]:
-        return self._first(text.lines)
-
-    def text_file(self, text: Text, folders: Mapping[str, pl.Series], kinds: Mapping[str, pl.DataType]) -> TextFile:
-        return JsonlFile(self, text, self.names(), folders, kinds)
-
-    def _first(self, lines: Lines) -> Mapping[str, pl.DataType]:
-        """Names and looks of the columns of the first rows, as far as these can be read."""
+    def look(self, lines: Lines) -> Mapping[str, pl.DataType]:
+        """As far as the rows can be read."""
         found: dict[str, pl.DataType] = {}
         seen: set[tuple[str, type]] = set()
         for line in lines.read(0, min(self.infer_rows, lines.count)).split(b"\n"):
@@ -48,23 +43,36 @@ class Jsonl(TextSource):
             raise DataError(f"{lines.file.path}: none of the first rows is a JSON object in one line")
         return found
 
+    def parse(self, text: bytes, file: TextFile, columns: Sequence[str]) -> pl.DataFrame | None:
+        frame = pl.read_ndjson(text.removeprefix(BOM_UTF8), schema={name: file.own[name] for name in columns})
+        for name in (name for name in columns if file.own[name] == pl.String):
+            begins = frame[name].str.starts_with
+            rows = (begins("[") | begins("{")).arg_true().to_list()
+            lines = text.split(b"\n") if rows else []
+            if any(isinstance((_object(lines[row]) or {}).get(name), list | dict) for row in rows):
+                return None  # polars takes it for the text that it is written as
+        return frame
 
-class JsonlFile(TextFile):
-    """A file of JSON lines of which some columns are to be read."""
+    def nothing(self, file: TextFile) -> bytes:
+        return b"{}"
 
-    def parse(self, text: bytes, rows: int) -> pl.DataFrame | None:
-        return pl.read_ndjson(text.removeprefix(BOM_UTF8), schema={name: self.types[name] for name in self.columns})
+    def values(self, line: str, file: TextFile) -> Mapping[str, str] | str:
+        if (found := _object(line.encode())) is not None:
+            return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items()}
+        numbers = " (NaN and Infinity are not JSON: write null)" if "NaN" in line or "Infinity" in line else ""
+        return f"it is not a JSON object in one line{numbers}"
 
-    def problem(self, line: str) -> str | None:
-        return "it is not a JSON object in one line" if _object(line.encode()) is None else None
 
-    def value(self, line: str, column: str) -> str:
-        return json.dumps((_object(line.encode()) or {}).get(column), ensure_ascii=False)
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(word)
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _object(line: bytes) -> dict[str, object] | None:
     try:
-        found = json.loads(line.removeprefix(BOM_UTF8))
+        found = _JSON.decode(line.removeprefix(BOM_UTF8).decode())
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -87,15 +95,10 @@ def _either(one: pl.DataType, other: pl.DataType) -> pl.DataType:
     """What values of both types are. A list and a value, or a value and an object, are what came first."""
     if pl.Null() in (one, other):
         return other if one == pl.Null() else one
+    if isinstance(one, pl.List) and isinstance(other, pl.List):
+        return pl.List(_either(value_type(one), value_type(other)))
     if one.is_nested() or other.is_nested():
-        both = isinstance(one, pl.List) and isinstance(other, pl.List)
-        return pl.List(_either(_inner(one), _inner(other))) if both else one
+        return one
     if one.is_numeric() and other.is_numeric():
         return next(kind for kind in (pl.Float64(), pl.UInt64(), pl.Int64()) if kind in (one, other))
     return one if one == other else pl.String()
-
-
-def _inner(kind: pl.DataType) -> pl.DataType:
-    assert isinstance(kind, pl.List)
-    assert isinstance(kind.inner, pl.DataType)
-    return kind.inner

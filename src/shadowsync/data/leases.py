@@ -273,8 +273,8 @@ class LeaseBook:
             self._returned.append(part)
 
     def take_over(self, trainer: int, grain: int) -> Lease | None:
-        """Moves to `trainer`, who has nothing left, at least half of what waits in the fullest lease of the others, if
-        anything waits anywhere. `grain` rows, those of a batch, stay together."""
+        """Moves to `trainer`, who has nothing left, the last half of the batches that wait in the fullest lease of the
+        others, one more of an odd number, if any wait anywhere. A batch has `grain` rows, the last one perhaps less."""
         waiting: list[Span] = []
         most, fullest = 0, None
         for lease, part in self._held.values():

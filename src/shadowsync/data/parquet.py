@@ -10,7 +10,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ import polars as pl
 import pyarrow.parquet
 
 from shadowsync.data.files import PANIC, File, Problem, reading
+from shadowsync.data.folders import Found
 from shadowsync.data.source import PART, digest
-from shadowsync.data.tables import Found, TableFile, TableSource
+from shadowsync.data.tables import TableFile, TableSource
 from shadowsync.errors import DataError, SaveError
 
 _TAIL = 1 << 20  # bytes fetched with the footer: most footers fit, and small files as a whole
@@ -47,23 +48,19 @@ class Parquet(TableSource):
     endings: ClassVar[tuple[str, ...]] = (".parquet",)
 
     def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
-        return self, [ParquetFile(file, self.names(), folders) for file, folders in files]
+        return self, [ParquetFile(file, folders) for file, folders in files]
 
 
 class ParquetFile(TableFile):
-    """A parquet file of which some columns are to be read, here or through a mirror."""
+    """A parquet file, here or through a mirror."""
 
-    def __init__(self, file: File, columns: Collection[str], folders: Mapping[str, pl.Series]) -> None:
-        self.mirror = None if file.local else Mirror(file, columns)
+    def __init__(self, file: File, folders: Mapping[str, pl.Series]) -> None:
+        self.mirror = None if file.local else Mirror(file)
         self.path = file.key if self.mirror is None else self.mirror.path
         # a path that looks like a pattern is a name, as it was resolved before
         self._scan = pl.scan_parquet(self.path, glob=False, hive_partitioning=False)
-        super().__init__(file, columns, folders)
-        self._selected = self._scan.select(self.columns)
-
-    def own_types(self) -> Mapping[str, pl.DataType]:
-        with _decoding(self.file.path, "is not a parquet file, or was cut"):
-            return self._scan.collect_schema()
+        with _decoding(file.path, "is not a parquet file, or was cut"):
+            super().__init__(file, self._scan.collect_schema(), folders)
 
     def rows(self) -> int:
         with reading(self.file.path):
@@ -72,12 +69,12 @@ class ParquetFile(TableFile):
             raise DataError(f"{self.file.path}: has no rows")
         return count
 
-    def read(self, start: int, rows: int) -> tuple[pl.DataFrame, Sequence[Problem]]:
+    def read(self, start: int, rows: int, columns: Sequence[str]) -> tuple[pl.DataFrame, Sequence[Problem]]:
         """Decodes the pages that hold those rows."""
         if self.mirror is not None:
-            self.mirror.fetch(start, rows)
+            self.mirror.fetch(start, rows, columns)
         with _decoding(self.file.path, f"row {start + 1} and those after cannot be decoded"):
-            return self._selected.slice(start, rows).collect(), ()
+            return self._scan.select(columns).slice(start, rows).collect(), ()
 
     def largest(self, columns: Collection[str]) -> Mapping[str, float]:
         """As the footer tells."""
@@ -128,17 +125,17 @@ def _decoding(path: str, what: str) -> Iterator[None]:
 
 @dataclass
 class _Group:
-    """A row group: its rows, and the bytes that hold the wanted columns."""
+    """A row group: its rows, what the footer says of it, and those of its columns that are here."""
 
     first_row: int
     stop_row: int
-    spans: Sequence[Span]
+    metadata: Any
+    fetched: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    fetched: bool = False
 
 
 class Mirror:
-    """The local stand-in of a remote parquet file, of which `columns` will be read; may be used from several threads.
+    """The local stand-in of a remote parquet file; may be used from several threads.
 
     The copy lies in the system's folder for temporary files (`TMPDIR` moves it) and vanishes with the mirror, on Linux
     even if the process is killed.
@@ -147,12 +144,20 @@ class Mirror:
     there is no room for the copy.
     """
 
-    def __init__(self, file: File, columns: Collection[str]) -> None:
+    def __init__(self, file: File) -> None:
         self._file = file
-        self._columns = frozenset(columns)
         self._lock = threading.Lock()
         self._groups: list[_Group] = []
-        self._open()
+        nameless = Path("/proc/self/fd").exists()
+        make: Any = tempfile.TemporaryFile if nameless else tempfile.NamedTemporaryFile
+        try:
+            copy = make(prefix="shadowsync-", suffix=".parquet", buffering=0)
+        except OSError as error:
+            folder = tempfile.gettempdir()
+            raise SaveError(f"{folder}: a temporary file cannot be made there: {error.strerror or error}") from error
+        self._handle = copy.fileno()
+        self.path = f"/proc/self/fd/{self._handle}" if nameless else copy.name
+        self.close = weakref.finalize(self, copy.close)
         with _writing(file):
             os.ftruncate(self._handle, file.size)
         # where what was fetched begins; a file that is none of parquet is left for its reader to refuse
@@ -163,37 +168,22 @@ class Mirror:
             self._copy(footer, self._tail)
             self._tail = footer
 
-    def _open(self) -> None:
-        """Makes the empty copy, which goes at the latest with the mirror."""
-        folder = tempfile.gettempdir()
-        try:
-            self._handle, name = tempfile.mkstemp(prefix="shadowsync-", suffix=".parquet", dir=folder)
-        except OSError as error:
-            raise SaveError(f"{folder}: a temporary file cannot be made there: {error.strerror or error}") from error
-        nameless = Path(f"/proc/self/fd/{self._handle}")
-        self.close: Callable[[], object]
-        if nameless.exists():
-            Path(name).unlink()
-            self.path, self.close = str(nameless), weakref.finalize(self, os.close, self._handle)
-        else:
-            self.path, self.close = name, weakref.finalize(self, _remove, self._handle, name)
-
-    def fetch(self, start: int, rows: int) -> None:
-        """Makes sure that rows `start … start + rows − 1` are there; raises as the class."""
+    def fetch(self, start: int, rows: int, columns: Collection[str]) -> None:
+        """Makes sure that those columns of rows `start … start + rows − 1` are there; raises as the class."""
         with self._lock:
             if not self._groups:
                 metadata, stop = pq.read_metadata(self.path), 0
                 for group in (metadata.row_group(number) for number in range(metadata.num_row_groups)):
                     first, stop = stop, stop + group.num_rows
-                    self._groups.append(_Group(first, stop, _joined(_spans(group, self._columns))))
+                    self._groups.append(_Group(first, stop, group))
         for group in self._groups:
             if group.first_row < start + rows and start < group.stop_row:
                 with group.lock:
-                    if not group.fetched:
-                        for begin, end in group.spans:
+                    if missing := {*columns} - group.fetched:
+                        for begin, end in _joined(_spans(group.metadata, missing)):
                             for part in range(begin, min(end, self._tail), _BLOCK):
                                 self._copy(part, min(part + _BLOCK, end, self._tail))
-                        group.fetched = True
+                        group.fetched |= missing
 
     def read(self, start: int, stop: int) -> bytes:
         """Bytes `start … stop − 1`, which are fetched unless they lie in what was fetched with the footer."""
@@ -229,11 +219,6 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         else:
             joined.append((begin, end))
     return joined
-
-
-def _remove(handle: int, name: str) -> None:
-    os.close(handle)
-    Path(name).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -136,6 +136,11 @@ class OpenSource(ABC):
         """Cuts the data into slices of at most `rows_per_slice` rows, in order, without overlap or gap."""
         return Slices(self.file_rows or (self.rows,), rows_per_slice)
 
+    def limit(self, rows: int) -> None:
+        """Only the first `rows` rows are read."""
+        self.file_rows = tuple(np.diff(np.minimum(np.cumsum([0, *self.file_rows]), rows)).tolist())
+        self.rows = min(self.rows, rows)
+
     @abstractmethod
     def read(self, part: Slice) -> Batch:
         """All good rows of a slice, in the order of the file.

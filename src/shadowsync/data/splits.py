@@ -24,14 +24,14 @@ from shadowsync.data.source import Mark, OpenSource, Slice, Source, settled
 from shadowsync.data.tables import OpenTable, some_of
 from shadowsync.data.values import hash_strings
 from shadowsync.errors import ConfigError, DataError
-from shadowsync.serving import Mask, Words, mix
+from shadowsync.serving import Mask, mix
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
 Rule = Callable[[Slice, int], Mask]
 """Which rows of a slice, whose first one has this number in all the data, belong to a part."""
 
-_BLOCK = 1 << 16  # rows that are decided and counted together; a multiple of 8
+_BLOCK = 1 << 16  # rows that are decided and counted together
 _READ = 1 << 15  # rows that are read at once, at most
 
 
@@ -47,6 +47,8 @@ def open_parts(source: Source, data: DataConfig, *wanted: Part) -> dict[Part, Op
     found: dict[Part, OpenSource] = {}
     if {"train", *cut} & set(wanted) and (opened := source.open("train", data.on_bad_row)) is not None:
         parts: dict[Part, OpenSource] = partition(opened, cut) if cut else {"train": opened}
+        if data.max_rows:
+            parts["train"].limit(data.max_rows)
         found |= {part: rows for part, rows in parts.items() if part in wanted}
         source = settled(source, opened)
     if "test" in wanted and (own := source.open("test", data.on_bad_row)) is not None:
@@ -56,26 +58,19 @@ def open_parts(source: Source, data: DataConfig, *wanted: Part) -> dict[Part, Op
             raise ConfigError(f"data.test: data.name={data.name} has test rows of its own: leave one of them out")
     for part, split in given.items():
         if part in wanted and split is not None and split.path is not None:
-            found[part] = _at(source, data, part, split.path)
+            if not isinstance(source, FileOptions):
+                raise ConfigError(
+                    f"data.{part}.path: data.name={data.name} reads no files: give fraction or last in its place"
+                )
+            at = source.at(split.path).open("train", data.on_bad_row)
+            assert at is not None
+            found[part] = at
     return found
 
 
 def whole(source: OpenSource) -> OpenSource:
     """The data that a part is of; other sources as they are."""
     return source.whole if isinstance(source, Selected) else source
-
-
-def _table(source: OpenSource) -> OpenTable:
-    assert isinstance(source, OpenTable)
-    return source
-
-
-def _at(source: Source, data: DataConfig, part: Part, path: str | tuple[str, ...]) -> OpenSource:
-    if not isinstance(source, FileOptions):
-        raise ConfigError(f"data.{part}.path: data.name={data.name} reads no files: give fraction or last in its place")
-    opened = source.at(path).open("train", data.on_bad_row)
-    assert opened is not None
-    return opened
 
 
 class Chosen:
@@ -86,8 +81,7 @@ class Chosen:
     """
 
     def __init__(self, masks: Sequence[Mask]) -> None:
-        self._bits = np.concatenate([np.packbits(mask) for mask in masks] or [np.zeros(0, np.uint8)])
-        self._rows = sum(map(len, masks))
+        self._bits = pl.concat([pl.Series(dtype=pl.Boolean), *map(pl.Series, masks)], rechunk=True)
         self._ends = np.cumsum([0, *(np.count_nonzero(mask) for mask in masks)])
 
     def __len__(self) -> int:
@@ -98,12 +92,11 @@ class Chosen:
         which of the rows from there to the last one they are."""
         first = int(np.searchsorted(self._ends, start, side="right")) - 1
         last = int(np.searchsorted(self._ends, stop, side="left"))
-        begin, end = first * _BLOCK, min(last * _BLOCK, self._rows)
-        bits = np.unpackbits(self._bits[begin // 8 : -(-end // 8)], count=end - begin)
+        bits = self._bits.slice(first * _BLOCK, (last - first) * _BLOCK).to_numpy()
         rows = np.flatnonzero(bits)[start - self._ends[first] : stop - self._ends[first]]
         mask = np.zeros(rows[-1] - rows[0] + 1, dtype=np.bool_)
         mask[rows - rows[0]] = True
-        return begin + int(rows[0]), mask
+        return first * _BLOCK + int(rows[0]), mask
 
 
 class Selected(OpenSource):
@@ -132,12 +125,13 @@ class Selected(OpenSource):
 
     def types(self) -> Iterable[Mapping[str, pl.DataType]]:
         """As of `fitting.TrainingRows`."""
-        return _table(self.whole).types()
+        assert isinstance(self.whole, OpenTable)
+        return self.whole.types()
 
     def frames(self, columns: Collection[str], most_rows: int) -> Iterator[pl.DataFrame]:
         """As of `fitting.TrainingRows`."""
-        pieces = (piece for part in some_of(self, most_rows) for piece in self._pieces(part))
-        return _table(self.whole).pieces(columns, pieces)
+        assert isinstance(self.whole, OpenTable)
+        return self.whole.pieces(columns, (piece for part in some_of(self, most_rows) for piece in self._pieces(part)))
 
     def kept_column(self, name: str, part: Slice, key: str) -> pl.Series:
         parts = []
@@ -202,24 +196,16 @@ def partition(source: OpenSource, splits: Mapping[Part, SplitConfig]) -> dict[Pa
         first_row += file_rows
         for part, of_file in masks.items():
             chosen[part].append(Chosen(of_file))
-    marks = [_mark(part, split, sum(map(len, chosen[part]))) for part, split in splits.items()]
-    found: dict[Part, OpenSource] = {part: Selected(source, files, marks) for part, files in chosen.items()}
-    _check_rows(found, splits, source.rows)
-    return found
-
-
-def _check_rows(parts: Mapping[Part, OpenSource], splits: Mapping[Part, SplitConfig], rows: int) -> None:
+    counts = {part: sum(map(len, files)) for part, files in chosen.items()}
     for part, split in splits.items():
-        if not parts[part].rows:
-            raise DataError(f"data.{part}={split} takes none of the {rows:,} rows: give more, or another value")
-    if not parts["train"].rows:
+        if not counts[part]:
+            raise DataError(f"data.{part}={split} takes none of the {source.rows:,} rows: give more, or another value")
+    if not counts["train"]:
         given = " and ".join(f"data.{part}={split}" for part, split in splits.items())
-        raise DataError(f"{given} leave none of the {rows:,} rows to train on: take fewer")
-
-
-def _mark(part: Part, split: SplitConfig, rows: int) -> Mark:
-    told = json.dumps(split.told(), sort_keys=True)
-    return Mark(f"data.{part}", rows, hashlib.sha256(told.encode()).hexdigest()[:16])
+        raise DataError(f"{given} leave none of the {source.rows:,} rows to train on: take fewer")
+    told = {part: json.dumps(split.told(), sort_keys=True).encode() for part, split in splits.items()}
+    marks = [Mark(f"data.{p}", counts[p], hashlib.sha256(text).hexdigest()[:16]) for p, text in told.items()]
+    return {part: Selected(source, files, marks) for part, files in chosen.items()}
 
 
 # --- which rows ------------------------------------------------------------------------------------------------------
@@ -227,65 +213,58 @@ def _mark(part: Part, split: SplitConfig, rows: int) -> Mark:
 
 def _rule(split: SplitConfig, part: Part, source: OpenSource, first_of_last: int) -> Rule:
     """`first_of_last` is the number of the first row of those that `last` takes."""
+    column, start, key = split.column, split.start, f"data.{part}.column"
     if split.last is not None:
         return lambda piece, row: np.arange(row, row + piece.rows) >= first_of_last
-    if (column := split.column) is None:
-        drawn = _drawn(split, part)
-        return lambda piece, row: drawn(mix(np.arange(row, row + piece.rows, dtype=np.uint64)))
-    key = f"data.{part}.column"
-    if split.start is None:
-        drawn = _drawn(split, part)
-        return lambda piece, _: drawn(_hashes(source.column(column, piece, key), key))
-    start = split.start
-    return lambda piece, _: _from(source.column(column, piece, key), start, f"data.{part}.from")
-
-
-def _drawn(split: SplitConfig, part: Part) -> Callable[[Words], Mask]:
-    """By a hash, whether it is among the share; test and validation rows are drawn independently."""
+    if column is not None and start is not None:
+        return lambda piece, _: _from(source.column(column, piece, key), start, f"data.{part}.from")
     assert split.fraction is not None
+    # test and validation rows are drawn independently
     salt = np.frombuffer(hashlib.sha256(f"{part}/{split.seed}".encode()).digest(), "<u8", 1)
     below = np.uint64(int(split.fraction * 2**64))
-    return lambda hashes: mix(hashes ^ salt) < below
 
+    def drawn(piece: Slice, row: int) -> Mask:
+        if column is None:
+            hashes = mix(np.arange(row, row + piece.rows, dtype=np.uint64))
+            return mix(hashes ^ salt) < below
+        values = source.column(column, piece, key)  # missing ones are alike
+        if values.dtype.is_nested() or values.dtype == pl.Binary:
+            raise DataError(f"{key}={values.name}: it holds {values.dtype}: name a column with one value per row")
+        if values.dtype.is_integer():
+            hashes = mix(values.fill_null(0).to_numpy().astype(np.int64).view(np.uint64))
+        else:
+            hashes = hash_strings(values.cast(pl.String))
+        return mix(hashes ^ salt) < below
 
-def _hashes(values: pl.Series, key: str) -> Words:
-    """Of each value; missing ones are alike."""
-    if values.dtype.is_nested() or values.dtype == pl.Binary:
-        raise DataError(f"{key}={values.name}: it holds {values.dtype}: name a column with one value per row")
-    if values.dtype.is_integer():
-        return mix(values.fill_null(0).to_numpy().astype(np.int64).view(np.uint64))
-    return hash_strings(values.cast(pl.String))
+    return drawn
 
 
 def _from(values: pl.Series, start: float | str, key: str) -> Mask:
     """The rows with `start` or more; not those where the value is missing."""
-    kind, given = values.dtype, pl.lit(start)
+    kind, given, said = values.dtype, pl.lit(start), f"{key}={start}: column {values.name!r} holds {values.dtype}"
     if kind == pl.Date:
-        values, kind = values.cast(pl.Datetime("us")), pl.Datetime("us")
-    if isinstance(kind, pl.Datetime):
-        given = pl.lit(_time(start, kind, f"{key}={start}: column {values.name!r} holds {kind}"))
-    elif not (kind == pl.String if isinstance(start, str) else kind.is_numeric()):
-        fitting = "give text" if kind == pl.String else "give a number"
-        other = "name a column of numbers, text, dates or times"
-        wanted = fitting if kind == pl.String or kind.is_numeric() else other
-        raise ConfigError(f"{key}={start}: column {values.name!r} holds {kind}: {wanted}")
+        values = values.cast(pl.Datetime("us"))
+    if isinstance(values.dtype, pl.Datetime):
+        given = pl.lit(_time(start, values.dtype.time_zone, said))
+    elif not (kind.is_numeric() or kind == pl.String):
+        raise ConfigError(f"{said}: name a column of numbers, text, dates or times")
+    elif isinstance(start, str) != (kind == pl.String):
+        raise ConfigError(f"{said}: give {'text' if kind == pl.String else 'a number'}")
     if kind.is_float():
         values = values.fill_nan(None)
     found = values.to_frame("value").select(pl.col("value") >= given).to_series()
     return found.fill_null(value=False).to_numpy()
 
 
-def _time(start: float | str, kind: pl.Datetime, held: str) -> datetime.datetime:
+def _time(start: float | str, zone: str | None, held: str) -> datetime.datetime:
     """In the time zone of the column, if that has one."""
     try:
-        if not isinstance(start, str):
-            raise ValueError
-        given = datetime.datetime.fromisoformat(start)
+        given = datetime.datetime.fromisoformat(start if isinstance(start, str) else "")
     except ValueError:
         raise ConfigError(f"{held}: give a date or a time, as 2024-03-01 or 2024-03-01T12:00:00") from None
-    if kind.time_zone is None:
-        if given.tzinfo is not None:
-            raise ConfigError(f"{held} without a time zone: give a time without one")
+    if zone is None and given.tzinfo is not None:
+        raise ConfigError(f"{held} without a time zone: give a time without one")
+    if zone is None:
         return given
-    zone = zoneinfo.ZoneInfo(kind.time_zone)
-    return given.replace(tzinfo=zone) if given.tzinfo is None else given.astimezone(zone)
+    of_column = zoneinfo.ZoneInfo(zone)
+    return given.replace(tzinfo=of_column) if given.tzinfo is None else given.astimezone(of_column)

@@ -19,7 +19,7 @@ import torch
 
 from shadowsync.config import Config, with_data
 from shadowsync.data.files import reading
-from shadowsync.data.writer import ROW_GROUP, replacing, writing_table
+from shadowsync.data.writer import ROW_GROUP, writing_table
 from shadowsync.errors import ConfigError, DataError
 
 pa: Any = pyarrow  # has no types
@@ -27,7 +27,7 @@ pa: Any = pyarrow  # has no types
 Split = Literal["train", "test"]
 _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 """Of the section `data`, where rows of a split are."""
-
+_OF_TABLES = ("label", "columns", "categorical", "dense")
 _NOT_KEPT = (pl.Object, pl.Int128)
 """Types of values that nobody could read as what they were."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
@@ -46,53 +46,42 @@ class Given:
             raise ConfigError(
                 f"{name}={str(rows)!r} is a path and not rows: set data.path in the configuration instead"
             )
-        if not isinstance(rows, pl.LazyFrame | Iterable) and _frames_of(rows) is None:
+        if _is_series(rows) or (not isinstance(rows, pl.LazyFrame | Iterable) and _frames_of(rows) is None):
             raise ConfigError(
                 f"{name} is {_described(rows)}: give {_TABLES}, or an iterable of such, for instance a DataLoader"
             )
 
-    def keep(self, path: Path) -> int | None:
-        """Writes them to `path`, which is there when all of them are; how many, or None if they were there already.
+    def keep(self, path: Path) -> int:
+        """Writes them to `path`, in place of what may be there, when all of them are; how many.
 
         Raises:
-            ConfigError: the file holds other rows.
             DataError: there are none, they cannot be read, or their columns change.
             SaveError: the file cannot be written.
         """
-        if path.exists():
-            self._check_same(path)
-            return None
-        if isinstance(self._rows, pl.LazyFrame):
-            with replacing(path) as temporary, reading(self.name):
-                self._rows.sink_parquet(temporary, row_group_size=ROW_GROUP)
-                return self._some(pa.parquet.read_metadata(temporary).num_rows)
+        rows = 0
         with writing_table(path) as write:
-            rows = 0
             for block in self._blocks():
                 write(block)
                 rows += len(block)
-            return self._some(rows)
-
-    def _some(self, rows: int) -> int:
-        if rows == 0:
-            raise DataError(f"{self.name} holds no rows")
+            if rows == 0:
+                raise DataError(f"{self.name} holds no rows")
         return rows
 
-    def _check_same(self, path: Path) -> None:
-        """By the first rows and, where that is known, their number: an iterable may be gone through only once."""
-        with reading(self.name):
-            if isinstance(self._rows, pl.LazyFrame):
-                first = self._rows.head(ROW_GROUP).collect()
-            else:
-                first = next(self._blocks(), pl.DataFrame())
+    def check_kept(self, path: Path) -> None:
+        """Raises `ConfigError` if `path` holds other rows, by the first ones and, where that is known, their number: an
+        iterable may be gone through only once."""
+        first, as_kept = next(self._blocks(), None), io.BytesIO()
+        if first is None:
+            raise DataError(f"{self.name} holds no rows")
+        pa.parquet.write_table(first.to_arrow(compat_level=pl.CompatLevel.oldest()), as_kept)
         with reading(str(path)):
             kept = pl.scan_parquet(path, glob=False)
-            same = len(first) > 0 and kept.head(len(first)).collect().equals(_as_kept(first))
+            same = kept.head(len(first)).collect().equals(pl.read_parquet(as_kept.getvalue()))
             rows = kept.select(pl.len()).collect().item()
-        if not same or _rows_of(self._rows) not in (None, rows):
+        if not same or getattr(self._rows, "shape", (rows,))[0] != rows:
             raise ConfigError(
-                f"{path} holds other rows than {self.name}: leave {self.name} out to go on with those, remove the "
-                "file, or give another folder as out"
+                f"{path} holds other rows than {self.name}: leave {self.name} out to go on with those, or give another "
+                "folder as out to train on these"
             )
 
     def _blocks(self) -> Iterator[pl.DataFrame]:
@@ -120,7 +109,7 @@ class Given:
             return
         assert isinstance(self._rows, Iterable)
         for number, item in enumerate(_guarded(self.name, self._rows), 1):
-            frames = _frames_of(item)
+            frames = None if _is_series(item) else _frames_of(item)
             if frames is None:
                 raise DataError(f"{self.name}: its batch {number} is {_described(item)}, each must be {_TABLES}")
             yield from _guarded(f"{self.name}, batch {number}", frames)
@@ -135,18 +124,13 @@ class Given:
         common = {}
         for name in before or frame.columns:
             kind = frame.schema[name]
+            holds = f"{self.name}: batch {number} holds {kind} in the column {name!r}"
             if kind in _NOT_KEPT:
-                raise DataError(
-                    f"{self.name}: batch {number} holds {kind} in the column {name!r}: give numbers of up to 64 bits, "
-                    "text, dates, or lists of them"
-                )
+                raise DataError(f"{holds}: give numbers of up to 64 bits, text, dates, or lists of them")
             held = before.get(name, kind)
             either = _either(held, kind)
             if either is None or (fixed and either != held):
-                raise DataError(
-                    f"{self.name}: batch {number} holds {kind} in the column {name!r}, those before it hold {held}: "
-                    "give all the same types"
-                )
+                raise DataError(f"{holds}, those before it hold {held}: give all the same types")
             common[name] = either
         return common
 
@@ -161,19 +145,28 @@ def with_kept_rows(config: Config, given: Mapping[Split, Given], out: Path, resu
     run to be resumed has kept.
 
     Raises:
-        ConfigError: it names others.
+        ConfigError: it names others, or there are no training rows.
     """
+    options = config.data.options
     parquet = "name" not in config.data.model_fields_set or config.data.name == "parquet"
     found = {}
     for split, rows in given.items():
-        if (key := _KEYS[split]) in config.data.options:
+        if (key := _KEYS[split]) in options:
             raise ConfigError(f"both data.{key} and {rows.name} are given: leave one of them out")
         if not parquet:
             raise ConfigError(f"data.name={config.data.name} does not go with {rows.name}: leave it out")
         found[key] = str(kept_path(out, split).absolute())
-    if resume is not None and parquet and "path" not in {*config.data.options, *found}:
-        kept = {key: kept_path(resume, split) for split, key in _KEYS.items() if key not in config.data.options}
-        found = {key: str(path.absolute()) for key, path in kept.items() if path.is_file()} | found
+    if resume is not None and parquet and "path" not in {*options, *found}:
+        found = {key: path for key, path in _kept(resume).items() if key not in options} | found
+    if resume is not None and "path" not in found:
+        missing = kept_path(resume, "train").absolute()
+        of_table = parquet and not {*_OF_TABLES}.isdisjoint(options)
+        if not missing.is_file() and options.get("path", str(missing) if of_table else "") == str(missing):
+            raise ConfigError(
+                f"{missing} is not there, where a run keeps rows that are given as data: give them again, or data.path"
+            )
+    if "test_path" in found and "path" not in {*options, *found}:
+        raise ConfigError("there are test rows and none to train on: give data beside test_data, or data.path")
     return with_data(config, name="parquet", **found) if found else config
 
 
@@ -182,18 +175,22 @@ def with_rows_of(folder: Path, stored: Mapping[str, Any]) -> dict[str, Any]:
     data = stored.get("data")
     if not isinstance(data, Mapping):
         return dict(stored)
-    kept = {key: kept_path(folder, split) for split, key in _KEYS.items()}
-    here = {
-        key: str(path.absolute())
-        for key, path in kept.items()
-        if isinstance(data.get(key), str) and Path(data[key]).parts[-2:] == path.parts[-2:] and path.is_file()
-    }
+    kept = _kept(folder).items()
+    here = {k: path for k, path in kept if Path(str(data.get(k))).parts[-2:] == Path(path).parts[-2:]}
     return {**stored, "data": {**data, **here}}
+
+
+def _kept(folder: Path) -> dict[str, str]:
+    """The rows that a run has kept, by their keys."""
+    paths = {key: kept_path(folder, split).absolute() for split, key in _KEYS.items()}
+    return {key: str(path) for key, path in paths.items() if path.is_file()}
 
 
 def _frames_of(table: Any) -> Iterator[pl.DataFrame] | None:
     """The rows of a table, a bounded number at a time; None for what is none. Nothing is read yet."""
     package = type(table).__module__.partition(".")[0]
+    if isinstance(table, pl.LazyFrame):
+        return iter(table.collect_batches(chunk_size=ROW_GROUP, lazy=True))
     if isinstance(table, pl.DataFrame):
         return table.iter_slices(ROW_GROUP)
     if package == "pandas" and hasattr(table, "iloc"):
@@ -210,6 +207,10 @@ def _frames_of(table: Any) -> Iterator[pl.DataFrame] | None:
 
 
 def _of_pandas(table: Any) -> Iterator[pl.DataFrame]:
+    if odd := [name for name in table.columns if not isinstance(name, str)]:
+        raise ValueError(f"its column {odd[0]!r} has no text as its name: rename it (frame.columns)")
+    if table.index.nlevels > 1:
+        raise ValueError("its index of several levels would be lost: make columns of them by frame.reset_index()")
     schema = pa.Schema.from_pandas(table, preserve_index=False)
     for start in range(0, len(table), ROW_GROUP):
         piece = table.iloc[start : start + ROW_GROUP]
@@ -237,25 +238,28 @@ def _of_columns(columns: Mapping[Any, object]) -> Iterator[pl.DataFrame]:
 def _series(name: str, values: Any) -> pl.Series:
     """A column; rows of a matrix are lists."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     if isinstance(values, np.ndarray):
         if values.ndim not in (1, 2):
             raise ValueError(f"the column {name!r} is of {values.ndim} dimensions: one value or one list for each row")
         column = pl.Series(name, values)
         return column if values.ndim == 1 else column.arr.to_list()
     if isinstance(values, list | tuple):
-        plain = [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in values]
-        return pl.Series(name, plain)
-    if isinstance(values, pl.Series) or hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__"):
-        return pl.Series(name, values)
-    raise ValueError(
-        f"the column {name!r} is {_described(values)}: give a list, an array or a tensor, a value for each row"
-    )
+        values = [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in values]
+    elif not (_is_series(values) or hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__")):
+        raise ValueError(
+            f"the column {name!r} is {_described(values)}: give a list, an array or a tensor, a value for each row"
+        )
+    return pl.Series(name, values)
+
+
+def _is_series(values: object) -> bool:
+    """One column, of polars or pandas."""
+    return type(values).__name__ == "Series"
 
 
 def _joined(frames: Sequence[pl.DataFrame], schema: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    columns = [pl.col(name).cast(kind) for name, kind in schema.items()]
-    return pl.concat([frame.select(columns) for frame in frames])
+    return pl.concat([frame.select(pl.col(name).cast(kind) for name, kind in schema.items()) for frame in frames])
 
 
 def _either(one: pl.DataType, other: pl.DataType) -> pl.DataType | None:
@@ -270,34 +274,13 @@ def _either(one: pl.DataType, other: pl.DataType) -> pl.DataType | None:
     return None
 
 
-def _as_kept(frame: pl.DataFrame) -> pl.DataFrame:
-    """As it is read from a file that it was written to."""
-    file = io.BytesIO()
-    pa.parquet.write_table(frame.to_arrow(compat_level=pl.CompatLevel.oldest()), file)
-    file.seek(0)
-    return pl.read_parquet(file)
-
-
-def _rows_of(table: Any) -> int | None:
-    """How many it has, where it knows that."""
-    if isinstance(table, pl.DataFrame) or hasattr(table, "iloc"):
-        return len(table)
-    count = getattr(table, "num_rows", None)
-    return count if isinstance(count, int) else None
-
-
 def _guarded(name: str, pieces: Iterable[Any]) -> Iterator[Any]:
     """The pieces; what goes wrong where they are made is told with `name`."""
-    iterator = iter(pieces)
-    while True:
-        with reading(name):
-            try:
-                piece = next(iterator)
-            except StopIteration:
-                return
-            except OSError as error:
-                raise DataError(f"{name}: {error}") from error
-        yield piece
+    with reading(name):
+        try:
+            yield from pieces
+        except OSError as error:
+            raise DataError(f"{name}: {error}") from error
 
 
 def _described(found: object) -> str:

@@ -5,7 +5,7 @@ this is stored with a run, for all that its model is used on later. What is used
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,10 +13,12 @@ import polars as pl
 from pydantic import Field
 
 from shadowsync.data.columns import Buckets, Ids
-from shadowsync.data.files import PANIC, Lines, Problem, open_lines
+from shadowsync.data.files import PANIC, Lines, Problem, bad_ones, open_lines
 from shadowsync.data.fitting import told_apart
-from shadowsync.data.tables import Found, TableFile, TableSource
-from shadowsync.errors import DataError
+from shadowsync.data.folders import Found
+from shadowsync.data.tables import TableFile, TableSource
+from shadowsync.errors import ConfigError, DataError
+from shadowsync.registry import nearest
 
 Type = Literal["Boolean", "Int64", "UInt64", "Float64", "String", "Null"]
 ListType = Literal["List(Boolean)", "List(Int64)", "List(UInt64)", "List(Float64)", "List(String)", "List(Null)"]
@@ -28,53 +30,23 @@ _WORDS: Mapping[pl.DataType, str] = {
     pl.Boolean(): "true or false",
     pl.Int64(): "an integer",
     pl.Float64(): "a number",
+    pl.String(): "text",
     pl.List(pl.Int64()): "a list of integers",
     pl.List(pl.Float64()): "a list of numbers",
 }
 
 
-@dataclass(frozen=True)
-class Text:
-    """The lines of a file and the columns in it, in their order; with a header the first line is no row."""
-
-    lines: Lines
-    columns: tuple[str, ...]
-    header: bool
-
-
 class TextFile(TableFile):
-    """A text file of which some columns are to be read."""
+    """A text file, whose `source` knows its format."""
 
     def __init__(
-        self,
-        source: "TextSource",
-        text: Text,
-        columns: Collection[str],
-        folders: Mapping[str, pl.Series],
-        kinds: Mapping[str, pl.DataType],
+        self, source: "TextSource", lines: Lines, own: Mapping[str, pl.DataType], folders: Mapping[str, pl.Series]
     ) -> None:
-        """`source` has the options of the format, `kinds` the types of columns of any file."""
-        self.source, self.text, self.kinds = source, text, kinds
-        self.sequential = text.lines.sequential
-        super().__init__(text.lines.file, columns, folders)
-
-    def own_types(self) -> Mapping[str, pl.DataType]:
-        return {name: self.kinds.get(name, pl.String()) for name in self.text.columns}
-
-    @abstractmethod
-    def parse(self, text: bytes, rows: int) -> pl.DataFrame | None:
-        """`self.columns` of whole lines, at least one; None, or an error of polars, if any cannot be parsed."""
-
-    @abstractmethod
-    def problem(self, line: str) -> str | None:
-        """What is wrong with a line whatever its columns hold."""
-
-    @abstractmethod
-    def value(self, line: str, column: str) -> str:
-        """As it stands in a line."""
+        self.source, self.lines, self.sequential = source, lines, lines.sequential
+        super().__init__(lines.file, own, folders)
 
     def rows(self) -> int:
-        lines, before = self.text.lines, int(self.text.header)
+        lines, before = self.lines, self.source.lines_before
         last = lines.count
         while last > before and not lines.read(last - 1, last).strip():
             last -= 1  # an empty line at the end is none
@@ -82,63 +54,49 @@ class TextFile(TableFile):
             raise DataError(f"{self.file.path}: has no rows")
         return last - before
 
-    def read(self, start: int, rows: int) -> tuple[pl.DataFrame, Sequence[Problem]]:
+    def read(self, start: int, rows: int, columns: Sequence[str]) -> tuple[pl.DataFrame, Sequence[Problem]]:
         """Parses all of it at once; only near a row that is wrong are rows looked at one by one."""
-        first = start + self.text.header
-        text = self.text.lines.read(first, first + rows)
-        frame = self._parsed(text, rows)
-        if frame is not None:
+        first = start + self.source.lines_before
+        text = self.lines.read(first, first + rows)
+        if (frame := self._parsed(text, rows, columns)) is not None:
             return frame, ()
         lines = text.removesuffix(b"\n").split(b"\n")
-        bad = list(self._bad_rows(lines, 0))
-        good = sorted({*range(rows)}.difference(bad))
-        frame = self._parsed(b"".join(lines[row] + b"\n" for row in good), len(good))
+        bad = bad_ones(lines, lambda some: self._parsed(b"\n".join(some), len(some), columns) is not None)
+        problems = [self._problem(row, lines[row], columns) for row in bad]
+        for problem in problems:
+            lines[problem.row] = self.source.nothing(self)
+        frame = self._parsed(b"\n".join(lines), rows, columns)
         assert frame is not None, "lines that can be parsed alone can be parsed together"
-        places: list[int | None] = [None] * rows
-        for place, row in enumerate(good):
-            places[row] = place
-        whole = frame.select(pl.all().gather(pl.Series(places, dtype=pl.UInt32))) if good else frame.clear(rows)
-        return whole, [self._problem(row, lines[row]) for row in bad]
+        return frame, problems
 
-    def of(self, columns: Collection[str]) -> Self:
-        return type(self)(self.source, self.text, columns, self._folders, self.kinds)
-
-    def _parsed(self, text: bytes, rows: int) -> pl.DataFrame | None:
-        if not rows:
-            return pl.DataFrame(schema={name: self.types[name] for name in self.columns})
+    def _parsed(self, text: bytes, rows: int, columns: Sequence[str]) -> pl.DataFrame | None:
         try:
-            frame = self.parse(text if text.endswith(b"\n") else text + b"\n", rows)
+            frame = self.source.parse(text if text.endswith(b"\n") else text + b"\n", self, columns)
         except (pl.exceptions.PolarsError, PANIC):
             return None
         return frame if frame is not None and len(frame) == rows else None
 
-    def _bad_rows(self, lines: Sequence[bytes], start: int) -> Iterator[int]:
-        """Those that cannot be parsed, found by halving."""
-        if self._parsed(b"\n".join(lines), len(lines)) is not None:
-            return
-        if len(lines) == 1:
-            yield start
-            return
-        half = len(lines) // 2
-        yield from self._bad_rows(lines[:half], start)
-        yield from self._bad_rows(lines[half:], start + half)
-
-    def _problem(self, row: int, line: bytes) -> Problem:
+    def _problem(self, row: int, line: bytes, columns: Sequence[str]) -> Problem:
         try:
             text = line.removesuffix(b"\r").decode()
         except UnicodeDecodeError:
             return Problem(row, "it is not UTF-8")
-        if (said := self.problem(text)) is not None:
-            return Problem(row, said)
-        wrong = next((name for name in self.columns if self.of([name])._parsed(line, 1) is None), None)
+        values = self.source.values(text, self)
+        if isinstance(values, str):
+            return Problem(row, values)
+        wrong = next((name for name in columns if self._parsed(line, 1, [name]) is None), None)
         if wrong is None:
             return Problem(row, "it cannot be parsed")
-        held, kind = f"{wrong} is {self.value(text, wrong)}", self.types[wrong]
+        held, kind = f"{wrong} is {values.get(wrong, 'null')}", self.own[wrong]
+        needed = _WORDS.get(kind, kind)
         skip = "mend it, leave such rows out with data.on_bad_row=skip, or"
         if wrong in self.source.numbers():
-            return Problem(row, f"{held}, it must be {_WORDS.get(kind, kind)}", f"{skip} {self.source.as_missing}")
-        remedy = f"{skip} read the column as text with data.types={{{wrong}: String}}"
-        return Problem(row, f"{held}, where the first rows of the data hold {_WORDS.get(kind, kind)}", remedy)
+            return Problem(row, f"{held}, it must be {needed}", f"{skip} {self.source.as_missing}")
+        said = f"{held}, where the first rows of the data hold {needed}"
+        if kind == pl.String:  # a list in JSON lines, which could be read as nothing else
+            return Problem(row, said)
+        words, other = ("lists of text", "List(String)") if kind.is_nested() else ("text", "String")
+        return Problem(row, said, f"{skip} read the column as {words} with data.types={{{wrong}: {other}}}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +105,7 @@ class TextSource(TableSource):
 
     Attributes:
         as_missing: what to do about a word that stands for a missing number.
+        lines_before: the first row of a file, which are none.
     """
 
     as_missing: ClassVar[str]
@@ -159,25 +118,44 @@ class TextSource(TableSource):
         int, Field(ge=1, le=1 << 20, description="first rows of a file that are looked at for that; more costs time")
     ] = 10_000
 
-    @abstractmethod
-    def text(self, lines: Lines) -> Text:
-        """A file's columns; raises `DataError` if they cannot be told."""
+    @property
+    def lines_before(self) -> int:
+        return 0
 
     @abstractmethod
-    def look(self, text: Text) -> Mapping[str, pl.DataType]:
-        """What the columns of a file look like in its first rows."""
+    def columns_of(self, lines: Lines) -> Sequence[str]:
+        """A file's columns in their order; raises `DataError` if they cannot be told."""
 
     @abstractmethod
-    def text_file(self, text: Text, folders: Mapping[str, pl.Series], kinds: Mapping[str, pl.DataType]) -> TextFile:
-        """A file of the format."""
+    def look(self, lines: Lines) -> Mapping[str, pl.DataType]:
+        """What these look like in its first rows."""
+
+    @abstractmethod
+    def parse(self, text: bytes, file: TextFile, columns: Sequence[str]) -> pl.DataFrame | None:
+        """Some columns of whole lines, at least one; None, or an error of polars, if any cannot be parsed."""
+
+    @abstractmethod
+    def nothing(self, file: TextFile) -> bytes:
+        """A line in which every column is missing."""
+
+    @abstractmethod
+    def values(self, line: str, file: TextFile) -> Mapping[str, str] | str:
+        """As they stand in a line, by column, or what is wrong with it whatever these hold."""
 
     def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
-        found = [(self.text(open_lines(file)), folders) for file, folders in files]
-        looked = self.look(found[0][0])
+        found = [(open_lines(file), folders) for file, folders in files]
+        first = found[0][0]
+        looked = self.look(first)
+        for key in ("types", "lists") if self.learnt is None else ():  # a trained model's may be in no other rows
+            for name in getattr(self, key, ()):
+                if name not in looked:
+                    hint = nearest(name, looked)
+                    raise ConfigError(f"data.{key} names {name!r}, which {first.file.path} does not have{hint}")
         types: dict[str, Any] = {name: str(kind) for name, kind in looked.items() if str(kind) in _KINDS}
         known = replace(self, types={**types, **self.types})
         kinds = {**looked, **{name: known.parsed_as(name) for name in known.types}}
-        return known, [known.text_file(text, folders, kinds) for text, folders in found]
+        own = ({name: kinds.get(name, pl.String()) for name in self.columns_of(lines)} for lines, _ in found)
+        return known, [TextFile(known, lines, its, folders) for (lines, folders), its in zip(found, own, strict=True)]
 
     @property
     def settled(self) -> Mapping[str, object]:
@@ -189,13 +167,15 @@ class TextSource(TableSource):
         return {*self.kinds.dense, *ids, *self.weights.values(), *self.answers}
 
     def parsed_as(self, name: str) -> pl.DataType:
-        """The type of a column: by its use where that says it, else by its looks."""
+        """The type of a column: by its use where that says it, else by its looks; by what a trained model had learnt
+        where rows of another format did not look like anything then."""
         looks = self.types[name]
         value = looks.removeprefix("List(").removesuffix(")")
         told = name in told_apart(self.kinds.ids)
-        if isinstance(self.kinds.ids.get(name), Ids):
+        form = None if self.learnt is None else self.learnt.fit(name).form
+        if isinstance(self.kinds.ids.get(name), Ids) or (told and (value, form) == ("Null", "integers")):
             used_as = "Int64"
-        elif told and value in ("Int64", "UInt64"):
+        elif told and value in ("Int64", "UInt64") and form != "text":
             used_as = value
         elif name in self.numbers():
             used_as = value if value == "Boolean" else "Float64"

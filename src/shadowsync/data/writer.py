@@ -17,7 +17,7 @@ import pyarrow.parquet
 from shadowsync.data.batch import Batch
 from shadowsync.data.labels import ONE_CLICK, Task, column
 from shadowsync.data.source import OpenSource, Schema
-from shadowsync.errors import ConfigError, SaveError
+from shadowsync.errors import ConfigError, SaveError, save_errors
 
 pa: Any = pyarrow  # has no types
 
@@ -35,17 +35,12 @@ def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CL
     Gives the YAML lines that read the file back; raises `SaveError` if it cannot be written, and what reading raises.
     """
     weighted = row_weights = False
-    with replacing(path) as temporary, writing(path):
-        writer = None
+    with writing_table(path, "lz4") as write:
         for part in source.slices(ROW_GROUP):
             batch = source.read(part)
-            table = pa.table({**_answers(batch, tasks), **_columns(batch, source.schema)})
             row_weights = batch.weights is not None
             weighted = batch.ids.weights is not None
-            writer = writer or pa.parquet.ParquetWriter(temporary, table.schema, compression="lz4")
-            writer.write_table(table, row_group_size=ROW_GROUP)
-        if writer is not None:
-            writer.close()
+            write(pl.DataFrame(pa.table({**_answers(batch, tasks), **_columns(batch, source.schema)})))
     return yaml_lines(source.schema, path, weighted, tasks, row_weights)
 
 
@@ -53,10 +48,20 @@ def yaml_lines(
     schema: Schema, path: Path, weighted: bool, tasks: Sequence[Task] = ONE_CLICK, row_weights: bool = False
 ) -> str:
     """The `data` section of a configuration that reads a file written by `write_parquet`."""
+    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
+    section = section_of(schema, str(path), weighted, tasks, row_weights).items()
+    given = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section]
+    return "\n".join(["data:", "  name: parquet", *given]) + "\n"
+
+
+def section_of(
+    schema: Schema, path: str, weighted: bool, tasks: Sequence[Task] = ONE_CLICK, row_weights: bool = False
+) -> dict[str, Any]:
+    """The options of the `parquet` source that reads such a file."""
     features = schema.features
     multi_hot = [feature for feature in features if feature.multi_hot]
     section: dict[str, Any] = {
-        "path": str(path),
+        "path": path,
         "labels": {} if _is_plain(tasks) else {task.name: task.told() for task in tasks},
         "weight": _WEIGHT if row_weights else "",
         "dense": schema.dense,
@@ -67,20 +72,17 @@ def yaml_lines(
         "weights": {feature.name: f"{feature.name}_weights" for feature in multi_hot if weighted},
         "pooling": {feature.name: feature.pooling for feature in multi_hot if feature.pooling != "sum"},
     }
-    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
-    given = [
-        f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section.items() if value or value is False
-    ]
-    return "\n".join(["data:", "  name: parquet", *given]) + "\n"
+    return {key: value for key, value in section.items() if value or value is False}
 
 
 @contextmanager
-def writing_table(path: Path) -> Iterator[Callable[[pl.DataFrame], None]]:
-    """Gives what writes frames of the same columns, parquet or CSV by the name; the file appears when it is whole."""
+def writing_table(path: Path, compression: str | None = None) -> Iterator[Callable[[pl.DataFrame], None]]:
+    """Gives what writes frames of the same columns, parquet with that compression, else parquet or CSV by the name; the
+    file appears when it is whole."""
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(replacing(path))
-        stack.enter_context(writing(path))
-        if is_csv(path):
+        stack.enter_context(save_errors(path))
+        if compression is None and is_csv(path):
             file = stack.enter_context(temporary.open("wb"))
             yield lambda frame: frame.write_csv(file, include_header=file.tell() == 0)
             return
@@ -89,7 +91,9 @@ def writing_table(path: Path) -> Iterator[Callable[[pl.DataFrame], None]]:
         def write(frame: pl.DataFrame) -> None:
             nonlocal writer
             table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
-            writer = writer or stack.enter_context(pa.parquet.ParquetWriter(temporary, table.schema))
+            if writer is None:
+                made = pa.parquet.ParquetWriter(temporary, table.schema, compression=compression or "snappy")
+                writer = stack.enter_context(made)
             writer.write_table(table)
 
         yield write
@@ -109,7 +113,7 @@ def is_csv(path: Path) -> bool:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place at the end, or vanishes if anything is raised."""
-    with writing(path):
+    with save_errors(path):
         if path.exists() and not path.is_file():
             raise SaveError(f"{path}: cannot be written: it is a folder or a device, which no file may replace")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,20 +121,11 @@ def replacing(path: Path) -> Iterator[Path]:
     os.close(handle)
     try:
         yield Path(name)
-        with writing(path):
+        with save_errors(path):
             Path(name).chmod(0o644)
             Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns errors of file systems into `SaveError`s that name `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _is_plain(tasks: Sequence[Task]) -> bool:

@@ -6,27 +6,17 @@
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
 
-from shadowsync.errors import DataError, SaveError
+from shadowsync.errors import DataError, save_errors
 from shadowsync.metrics.history import Frame, RoleEvent
 
 _METRICS, _EVENTS = "metrics.jsonl", "events.jsonl"
 S = TypeVar("S", bound=msgspec.Struct)
-
-
-@contextmanager
-def save_errors(path: Path) -> Iterator[None]:
-    """Turns the system's refusal to write `path` into a `SaveError` that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise SaveError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:

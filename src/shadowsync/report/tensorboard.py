@@ -16,10 +16,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from shadowsync.errors import save_errors
 from shadowsync.metrics.history import Frame
 from shadowsync.report import words
 from shadowsync.report.callback import flat
-from shadowsync.report.files import save_errors
 from shadowsync.report.measures import final_scalars, scalars
 from shadowsync.report.result import Result
 

@@ -17,6 +17,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         passed: training rows, bad ones counted, that had been passed at the last one.
         samples: that had been trained by then.
         measures: of the last one; what was not defined is not there.
+        rows: by what the rows are known again that the best one was measured on; empty where that cannot be said.
         best: the value of the best one; None before there was any.
         best_samples: that had been trained by then.
         checkpoint: that holds the best state; empty: the one of `best_samples` in which this stands.
@@ -29,6 +30,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     passed: int = 0
     samples: int = 0
     measures: dict[str, float] = {}
+    rows: str = ""
     best: float | None = None
     best_samples: int = 0
     checkpoint: str = ""
@@ -42,6 +44,15 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
         if self.best is None:
             return None
         return self.checkpoint or (name if self.best_samples == samples else None)
+
+    def on_rows(self, rows: str) -> "Course":
+        """The same to be gone on with on these rows: on others than before nothing was the best yet."""
+        if rows == self.rows or not rows:
+            return self
+        if not self.rows:
+            return msgspec.structs.replace(self, rows=rows)
+        anew = {"best": None, "best_samples": 0, "checkpoint": "", "stale": 0, "waited": 0}
+        return msgspec.structs.replace(self, rows=rows, **anew)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ class RowWiseAdagrad:
         self.weight.grad = None
 
 
-def _dense_optimizer(config: Config, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def dense_optimizer(config: Config, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """Of the job, as torch has it."""
     train = config.train
     if train.optimizer == "adagrad":
         return torch.optim.Adagrad(parameters, lr=train.lr, eps=train.eps, fused=True)
@@ -170,7 +171,7 @@ class PlainLoop:
         self.rates = Rates(warmup_samples, config.train.decay, config.train.final_lr, total)
         self.clip_norm = config.train.clip_norm
         self.lr = config.train.lr
-        self.dense = _dense_optimizer(config, self.model.dense_part.parameters())
+        self.dense = dense_optimizer(config, self.model.dense_part.parameters())
         embedding = config.embedding
         self.rows = [RowWiseAdagrad(bag.weight, embedding.lr, embedding.eps) for bag in self.model.bags]
         if run.method == "plain-sync":

@@ -124,6 +124,10 @@ def evaluate(
     checkpoints: Checkpoints = None,
     newest: Newest = False,
     model: Model = None,
+    measure: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Measured instead of train.measures; may be given several times."),
+    ] = None,
 ) -> None:
     """Measure a trained model on its test rows, or on other rows."""
     from rich.console import Console
@@ -131,7 +135,7 @@ def evaluate(
     from shadowsync.inference import Trained
     from shadowsync.report.reporter import quality_table
 
-    trained = _said(Trained(folder, model, checkpoints, newest))
+    trained = _said(Trained(folder, model, checkpoints, newest, measure))
     Console().print(quality_table(trained.evaluate(data)))
     for sentence in trained.remarks:
         typer.echo(sentence)

@@ -40,7 +40,7 @@ from shadowsync.measuring import Measuring
 from shadowsync.metrics.quality import Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
-from shadowsync.places import advice, unfollowed, without
+from shadowsync.places import advice, names_code, unfollowed, without
 from shadowsync.preparing import prepared, trained_source
 from shadowsync.registry import build, nearest
 from shadowsync.report.words import left_out
@@ -105,6 +105,8 @@ class Trained:
             where the run named it so (`model.name`): what a folder names is not run unless the user names it, too.
         checkpoints: where they are; None: where the folder says, which is not followed to another machine.
         newest: read the newest checkpoint, also where another one was better.
+        measures: what `evaluate` measures beside AUC and NE, as `train.measures`; None: what the run did, but for
+            classes of the user's own, which the user has to name.
 
     Attributes:
         skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
@@ -123,9 +125,9 @@ class Trained:
         model: nn.Module | str | None = None,
         checkpoints: str | None = None,
         newest: bool = False,
+        measures: Sequence[str] | None = None,
     ) -> None:
         saved = load_trained(Path(folder), checkpoints, newest)
-        self.skipped = saved.skipped
         self.remarks: tuple[str, ...] = ()
         state = job_state(saved)
         stored = with_rows_of(Path(folder), without(saved.config, "data", "cache"))
@@ -140,6 +142,8 @@ class Trained:
             stored["model"] = {**stored.get("model", {}), "name": model}
         elif code is not None:
             stored = without(stored, "model", "name")
+        stored, unasked = _measured_by(stored, measures)
+        self.skipped = (*saved.skipped, *unasked)
         self.config: Config = parse(stored)
         if isinstance(model, str):
             model = named_module(self.config)
@@ -388,6 +392,18 @@ def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:
         for start in range(0, table.rows, LOADED_ROWS):
             rows = saved.rows(table.name, start, min(start + LOADED_ROWS, table.rows))
             server.load([Rows(table, start, rows)], partial=True)
+
+
+def _measured_by(stored: dict[str, Any], measures: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A stored configuration with these measures, or else with those of its own that are no code; says which are."""
+    train = parse(stored).train
+    asked = train.measures if measures is None else measures
+    code = [name for name in asked if measures is None and names_code(name)]
+    changed = {**stored.get("train", {}), "measures": [name for name in asked if name not in code]}
+    if measures is not None or names_code(train.best_by):
+        changed.pop("best_by", None)
+    said = f"{', '.join(code)} is code that the run's folder names, and is not run: give --measure {' '.join(code[:1])}"
+    return {**stored, "train": changed}, (said,) if code else ()
 
 
 def _columns_to_keep(source: OpenSource, keep: Sequence[str], out: Path, tasks: Sequence[Task]) -> Columns | None:

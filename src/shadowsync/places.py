@@ -6,15 +6,19 @@ are read where the folder says they are.
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from shadowsync.registry import flow
 
 HIDDEN = "***"
 """Stands for a secret, and for what was looked up in the environment where the text as written is not known."""
 
 _SECTIONS_OF_PLACES = {"data": None, "train": ("checkpoint_dir",), "cluster": ("address",)}
 """The keys that name places; of `data` any, as every source has its own."""
+_CODE = (("model", "name"), ("data", "labels"), ("train", "measures"), ("train", "best_by"), ("report", "callbacks"))
 _PATHS = ("path", "test_path", "cache", "valid", "test")
 _WEB = ("http", "https")
 _WEB_QUERY, _QUERY = re.compile(r"[?#]"), re.compile(r"\?(?=[^?]*=)")
@@ -93,14 +97,19 @@ def unfollowed(stored: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return found | _code(stored)
 
 
+def names_code(text: str) -> bool:
+    """Whether a name is one of `package.module:Class`, perhaps with a column behind it, whose module would be run."""
+    return ":" in text.partition("(")[0]
+
+
 def _code(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Classes beside this package, whose modules would be run."""
+    """Classes and functions beside this package."""
     found = {}
-    for section, key in (("model", "name"), ("report", "callbacks")):
+    for section, key in _CODE:
         held = stored.get(section)
-        texts = list(_texts(held.get(key) if isinstance(held, Mapping) else None))
-        if any(":" in text for text in texts):
-            found[f"{section}.{key}"] = texts[0] if key == "name" else f"[{','.join(texts)}]"
+        value = held.get(key) if isinstance(held, Mapping) else None
+        if any(names_code(text) for text in _texts(value)):
+            found[f"{section}.{key}"] = flow(value)
     return found
 
 
@@ -123,7 +132,7 @@ def advice(places: Mapping[str, str]) -> str:
     def plain(value: str) -> bool:
         return len(value) <= 200 and not any(part in value for part in ("::", "${", HIDDEN)) and value.isprintable()
 
-    return " ".join(f"{key}={value if plain(value) else '…'}" for key, value in places.items())
+    return " ".join(shlex.quote(f"{key}={value}") if plain(value) else f"{key}=…" for key, value in places.items())
 
 
 def _places(values: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -285,6 +285,12 @@ def test_code_that_a_run_names_is_named_again_before_it_is_run(shadowsync: Comma
         assert shadowsync("train", *again, named).status == 0
     assert_sentence(shadowsync("evaluate", "out"), 2, ["out trained a module of your own", "--model net_of_mine:Net"])
     assert shadowsync("evaluate", "out", "--model", "net_of_mine:Net").status == 0
-    forge(shadowsync.folder / "out", "report.callbacks", ["net_of_mine:Net"])
-    resumed = shadowsync("train", "--resume", "out", "data.epochs=3", named)
-    assert_sentence(resumed, 2, ["not followed (report.callbacks)", "add report.callbacks=[net_of_mine:Net]"])
+    for key, empty, value, flow in (
+        ("report.callbacks", [], ["net_of_mine:Net"], "[net_of_mine:Net]"),
+        ("train.measures", [], ["pr_auc", "net_of_mine:Net(c0)"], "[pr_auc, net_of_mine:Net(c0)]"),
+        ("data.labels", {}, {"label": {"loss": "net_of_mine:Net"}}, "{label: {loss: net_of_mine:Net}}"),
+    ):
+        forge(shadowsync.folder / "out", key, value)
+        resumed = shadowsync("train", "--resume", "out", "data.epochs=3", named)
+        assert_sentence(resumed, 2, [f"not followed ({key})", f"add '{key}={flow}'"])
+        forge(shadowsync.folder / "out", key, empty)

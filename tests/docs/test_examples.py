@@ -24,9 +24,10 @@ def train(example: str, *settings: str) -> Result:
     return read_result(Path("out"))
 
 
-def test_every_example_is_tested_in_this_folder() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if not path.name.startswith((".", "__"))} == {
         "criteo.yaml",
+        "inputs",  # by tests/job/test_input_examples.py
         "own_model.py",
         "parquet.yaml",
         "rayjob.yaml",

@@ -12,8 +12,10 @@ from job_helpers import ROWS, by_gradients, fails, result_of, settings, weights,
 from test_exactness import BATCH, Tower, plain_loop
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typer.testing import CliRunner
 
 from shadowsync import Job, Table, Trained
+from shadowsync.cli import app
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.report.files import read_frames
 from shadowsync.report.reporter import final_table, quality_table
@@ -86,6 +88,19 @@ def test_several_labels_are_learnt_by_every_family_of_methods(
     found = Trained(tmp_path / "out").evaluate()
     assert found.tasks["watched"].measures == pytest.approx(tasks["watched"].measures, rel=1e-5)
     assert read_result(tmp_path / "out").test == result.test
+
+
+def test_a_measure_that_is_code_runs_where_its_user_names_it_not_where_a_folder_does(tmp_path: Path) -> None:
+    own = "torchmetrics:MeanSquaredError"
+    config = answering(tmp_path, rows=600, train={"measures": ["pr_auc", own]})
+    assert own in Job(config, out=tmp_path / "out").run().test.measures
+    trained = Trained(tmp_path / "out")
+    assert trained.skipped == (f"{own} is code that the run's folder names, and is not run: give --measure {own}",)
+    assert {*trained.evaluate().measures} == {"pr_auc", "rmse"}
+    assert {*Trained(tmp_path / "out", measures=[own, "mae"]).evaluate().measures} == {own, "mae", "rmse"}
+    done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "out"), "--measure", "mae", "--measure", "gauc(user)"])
+    assert "label: gauc(user)" in done.output
+    assert own not in done.output
 
 
 def test_result_table_predictions_and_export_have_every_label(tmp_path: Path) -> None:

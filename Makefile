@@ -44,7 +44,7 @@ docs: $(STAMP)  ## Writes the configuration reference from the schema.
 	@$(BIN)/python docs/make_configuration.py
 
 site: $(STAMP)  ## Builds the docs as a site in build/site; whatever is odd about it is an error.
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site: build/site/index.html"
 
 clean:  ## Removes the virtual environment and caches; keeps runs/.

@@ -79,3 +79,20 @@ def test_the_reference_has_every_exported_name_and_every_seam() -> None:
 
 def test_the_keys_are_ten() -> None:
     assert len(re.findall(r"^\| `[a-z_.]+` \|", (DOCS / "keys.md").read_text("utf-8"), re.M)) == 10
+
+
+def test_a_link_that_leads_nowhere_ends_the_build_of_the_site(tmp_path: Path) -> None:
+    """By the command of `make site`: with --quiet mkdocs counts no warnings, and --strict does nothing."""
+    pytest.importorskip("mkdocs", reason="needs mkdocs, of the extra docs")
+    for name in ("docs", "examples", "src", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+        place = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        place(ROOT / name, tmp_path / name)
+    (command,) = re.findall(r"\$\(BIN\)/(mkdocs build .*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    words = [sys.executable, "-m", *shlex.split(command)]
+    whole = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    with (tmp_path / "docs" / "keys.md").open("a", encoding="utf-8") as page:
+        page.write("\n[nowhere](nowhere.md)\n")
+    broken = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert broken.returncode != 0
+    assert "nowhere.md" in broken.stderr

@@ -365,7 +365,7 @@ def test_an_exception_in_a_worker_ends_the_job_with_it(tmp_path: Path, sync: dic
     config = cluster_settings(data, sync=sync, train={"trainers": 3, "workers": 2})
     error = error_of(Job(beside_own_model(config), model=Broken(Ledger(), _raise), out=out).run)
     assert isinstance(error, RunError)
-    assert str(error) == "a trainer failed with ZeroDivisionError: the user's own mistake"
+    assert "the model Broken failed on a batch: ZeroDivisionError: the user's own mistake (" in str(error)
     assert not (out / "result.json").exists()
     assert checkpoints(out) == []
 

@@ -11,7 +11,7 @@ import pytest
 from job_helpers import SMALL_DLRM, fails, settings, write_rows
 
 from shadowsync import Job, Trained
-from shadowsync.errors import ConfigError, DataError
+from shadowsync.errors import ConfigError, DataError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,4 @@ def test_a_class_that_cannot_be_used_is_one_sentence(
 
 def test_what_a_module_raises_on_a_batch_is_its_own_error_with_its_line(models: Path) -> None:
     job = Job(named(models, "Failing", embedding_dim=4), out="out")
-    fails(
-        job.run, ConfigError, "the model Failing failed on a batch: KeyError: 'missing' (", "models_of_mine.py, line 34"
-    )
+    fails(job.run, RunError, "the model Failing failed on a batch: KeyError: 'missing' (", "models_of_mine.py, line 34")

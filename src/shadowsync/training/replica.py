@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.errors import ConfigError, ShadowSyncError, blamed, lacks_memory, line_of
+from shadowsync.errors import ConfigError, RunError, ShadowSyncError, blamed, lacks_memory, line_of
 from shadowsync.models.layers import Dropout
 from shadowsync.models.model import class_of, copy_module
 from shadowsync.models.vectors import NO_SEQUENCES, JaggedVectors, LookedUp, Pooled, VectorGradients
@@ -388,8 +388,8 @@ def _ask(module: nn.Module, batch: Batch, training: bool) -> tuple[Jagged, Looke
 
 
 def _explain(module: nn.Module, error: Exception) -> None:
-    """Raises `ConfigError` for what code of the user's has raised: its line; where it holds embeddings and was given
-    vectors, what to do about it."""
+    """Raises `RunError` for what code of the user's has raised, with its line; where it holds embeddings and was given
+    vectors `ConfigError`, with what to do about it."""
     if isinstance(error, ShadowSyncError) or lacks_memory(error):
         return
     kinds = nn.Embedding | nn.EmbeddingBag
@@ -401,7 +401,7 @@ def _explain(module: nn.Module, error: Exception) -> None:
             "it as shadowsync.wrap(model)"
         ) from error
     if line_of(error) is not None:
-        raise ConfigError(f"the model {class_of(module)} failed on a batch: {blamed(error)}") from error
+        raise RunError(f"the model {class_of(module)} failed on a batch: {blamed(error)}") from error
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

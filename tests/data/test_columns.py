@@ -2,7 +2,6 @@
 
 import datetime
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from data_samples import same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learnt_tables import open_again, opened
 
 from shadowsync import registry
 from shadowsync.config import parse
@@ -29,29 +29,6 @@ from shadowsync.errors import ConfigError, DataError
 from shadowsync.serving import mix, to_rows
 
 DAY = datetime.date(1970, 1, 1)
-
-
-def opened(
-    path: Path, frame: Mapping[str, Any] | pl.DataFrame, learnt: Learnt | None = None, **options: Any
-) -> OpenTable:
-    """The frame as a file that has been learnt of, or of which a model has `learnt`."""
-    table = pl.DataFrame(frame, strict=False)
-    if "label" not in table.columns:
-        table = table.with_columns(pl.int_range(pl.len()).mod(2).alias("label"))
-    table.write_parquet(path)
-    source = registry.build(Parquet, {"path": str(path), **options}, "data")
-    return open_again(source, learnt)
-
-
-def open_again(source: Parquet, learnt: Learnt | None = None) -> OpenTable:
-    """With what was learnt, of the source's own rows if no model had."""
-    if learnt is None:
-        unread = source.open("train", "error")
-        assert isinstance(unread, OpenTable)
-        learnt = learn(source.kinds, source.tables, unread)
-    found = source.with_learnt(learnt).open("train", "error")
-    assert isinstance(found, OpenTable)
-    return found
 
 
 def all_rows(source: OpenTable) -> Batch:

@@ -19,11 +19,10 @@ import torch
 from export_cases import CASES, FEATURES, export, job_logits, make_inputs, make_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learnt_tables import opened
 
-from shadowsync import registry, serving
+from shadowsync import serving
 from shadowsync.data.batch import Batch
-from shadowsync.data.fitting import learn
-from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import OpenSource
 from shadowsync.data.tables import OpenTable
 from shadowsync.export import export_model
@@ -31,19 +30,6 @@ from shadowsync.export import export_model
 
 def no_program(*inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     raise AssertionError("only what goes into it is asked for")
-
-
-def opened(path: Path, frame: pl.DataFrame, learnt: Any = None, **options: Any) -> OpenTable:
-    """The frame as a file, which has been learnt of unless a model has `learnt`."""
-    frame.with_columns(label=pl.int_range(pl.len()).mod(2)).write_parquet(path)
-    source = registry.build(Parquet, {"path": str(path), **options}, "data")
-    if learnt is None:
-        unread = source.open("train", "error")
-        assert isinstance(unread, OpenTable)
-        learnt = learn(source.kinds, source.tables, unread)
-    found = source.with_learnt(learnt).open("train", "error")
-    assert isinstance(found, OpenTable)
-    return found
 
 
 def served(source: OpenTable) -> serving.Model:

@@ -21,7 +21,7 @@ from shadowsync.metrics.named import wanted
 from shadowsync.models.model import ModelSpec
 from shadowsync.models.wrapping import wrap
 from shadowsync.recovery.settings import RecoverySettings, recovery_settings
-from shadowsync.registry import build, choose, imported_class, members, option_names, split_options
+from shadowsync.registry import build, choose, imported_class, members, names_code, option_names, split_options
 from shadowsync.sync.background import Background
 from shadowsync.sync.method import SyncMethod
 from shadowsync.sync.none import NoSync
@@ -93,7 +93,11 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     _check_cluster(config)
     _check_emulation(config)
     _check_validation(config)
-    if own_model and ":" not in config.model.name and (set_keys := config.model.model_fields_set - {"embedding_dim"}):
+    if (
+        own_model
+        and not names_code(config.model.name)
+        and (set_keys := config.model.model_fields_set - {"embedding_dim"})
+    ):
         raise ConfigError(f"model.{min(set_keys)} has no effect beside a module of your own: leave it out")
     recovery = recovery_settings(config.recovery, config.cluster.runtime)
     for failures in recovery.schedules:
@@ -223,7 +227,7 @@ def named_module(config: Config) -> nn.Module | None:
         ConfigError: there is no such class, or it cannot be made.
     """
     name, options = config.model.name, config.model.options
-    if ":" not in name or _of_model(name):
+    if not names_code(name) or _of_model(name):
         return None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.train.seed)
@@ -269,7 +273,7 @@ def _chosen_members(config: Config) -> dict[str, dict[str, type[Any]]]:
     model = config.model.name
     return {
         "data": chosen("data.name", "data", Source),
-        "model": _of_model(model) if ":" in model else chosen("model.name", "models", ModelSpec),
+        "model": _of_model(model) if names_code(model) else chosen("model.name", "models", ModelSpec),
         "sync": method | schedule if all(member.active for member in method.values()) else method,
         "aggregation": chosen("aggregation.method", "aggregation", Aggregation) if steps else {},
     }

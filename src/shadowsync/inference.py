@@ -40,9 +40,9 @@ from shadowsync.measuring import Measuring
 from shadowsync.metrics.quality import Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
-from shadowsync.places import advice, names_code, unfollowed, without
+from shadowsync.places import advice, unfollowed, without
 from shadowsync.preparing import prepared, trained_source
-from shadowsync.registry import build, nearest
+from shadowsync.registry import build, names_code, nearest
 from shadowsync.report.words import left_out
 from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica

@@ -57,7 +57,7 @@ from shadowsync.preparing import prepared
 from shadowsync.recovery.scheduler import Due
 from shadowsync.recovery.signals import StopRequest, stop_on_signals
 from shadowsync.recovery_controller import RecoveryController, put_back
-from shadowsync.registry import option_names
+from shadowsync.registry import names_code, option_names
 from shadowsync.report.callback import Callback, Callbacks, Watching, checked, named
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
@@ -154,7 +154,7 @@ class Job:
         asked = config if isinstance(config, Config) else parse(dict(config or {}))
         if model is None:
             model = named_module(asked)
-        elif ":" in asked.model.name:
+        elif names_code(asked.model.name):
             raise ConfigError(f"model.name={asked.model.name} and model=… are both given: leave one of them out")
         check_called(model)
         asked = with_kept_rows(asked, self._given, self.out, self.resume)
@@ -856,7 +856,7 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
     place = train.get("checkpoint_dir") if isinstance(train, dict) else None
     saved = load_to_resume(resume, place if own else None)
     sections = (changed.get("model"), saved.config.get("model"))
-    named_it = any(":" in str(section.get("name")) for section in sections if isinstance(section, dict))
+    named_it = any(names_code(str(section.get("name"))) for section in sections if isinstance(section, dict))
     if job_state(saved).own_model and not named_it:
         raise ConfigError(
             f"{resume} trained a module of your own: name its class with model.name=package.module:Class, or go on "

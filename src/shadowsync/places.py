@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shadowsync.registry import flow
+from shadowsync.registry import flow, names_code
 
 HIDDEN = "***"
 """Stands for a secret, and for what was looked up in the environment where the text as written is not known."""
@@ -95,11 +95,6 @@ def unfollowed(stored: Mapping[str, Any], folder: Path) -> dict[str, str]:
         if outside or elsewhere or any(looks(text) for text in _texts(value)):
             found[f"{section}.{key}"] = str(value)
     return found | _code(stored)
-
-
-def names_code(text: str) -> bool:
-    """Whether a name is one of `package.module:Class`, perhaps with a column behind it, whose module would be run."""
-    return ":" in text.partition("(")[0]
 
 
 def _code(stored: Mapping[str, Any]) -> dict[str, str]:

@@ -86,6 +86,11 @@ class MemberOf:
         return name
 
 
+def names_code(text: str) -> bool:
+    """Whether a name is to be `imported`, as `package.module:name`, perhaps with a column in brackets behind it."""
+    return ":" in text.partition("(")[0]
+
+
 def imported(key: str, path: str) -> Any:
     """What `package.module:name` stands for, modules of the working directory too; `ConfigError` if there is none."""
     module, _, name = path.partition(":")

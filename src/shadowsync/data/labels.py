@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.errors import ConfigError
-from shadowsync.registry import build, nearest
+from shadowsync.registry import build, names_code, nearest
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Of logits `[B]` and labels `[B]`, the loss of each sample `[B]`."""
@@ -110,7 +110,7 @@ def task_of(name: str, given: str | Mapping[str, Any]) -> Task:
         near = nearest(min(unknown), ("loss", "like", "weight"))
         raise ConfigError(f"{key}.{min(unknown)}: there is no such option{near}; a label has loss, like, weight")
     task = build(Task, {"name": name, **options}, key)
-    if task.loss not in FAMILIES and ":" not in task.loss:
+    if task.loss not in FAMILIES and not names_code(task.loss):
         raise ConfigError(
             f"{key}.loss={task.loss} is not known{nearest(task.loss, FAMILIES)}; allowed: {', '.join(FAMILIES)}, or a "
             "function as package.module:function"

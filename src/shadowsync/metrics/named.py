@@ -15,7 +15,7 @@ import polars as pl
 from shadowsync.config import TrainConfig
 from shadowsync.data.labels import FAMILIES, Task
 from shadowsync.errors import ConfigError
-from shadowsync.registry import imported, nearest
+from shadowsync.registry import imported, names_code, nearest
 
 PLAIN: Mapping[str, bool] = {"auc": True, "ne": False, "logloss": False}
 """Measures that there always are, each with whether more is better."""
@@ -125,7 +125,7 @@ def named(key: str, name: str) -> Measure:
     allowed = "gauc(COLUMN), ndcg@K(COLUMN), pr_auc, rmse, mae, poisson_deviance, package.module:Class"
     form = _FORM.fullmatch(name)
     base, k, column = form.group("name", "k", "column") if form else (name, None, None)
-    if ":" in base:
+    if names_code(base):
         return _of_torchmetrics(key, name, base, column)
     if base not in (*_BUILT_IN, "ndcg"):
         raise ConfigError(f"{key}={name} is not known{nearest(base, (*_BUILT_IN, 'ndcg'))}; allowed: {allowed}")

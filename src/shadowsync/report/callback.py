@@ -7,7 +7,7 @@ from typing import Any
 
 from shadowsync.errors import ConfigError, blamed
 from shadowsync.metrics.history import Frame
-from shadowsync.registry import imported_class, nearest
+from shadowsync.registry import imported_class, names_code, nearest
 from shadowsync.report.result import Result
 
 READY: Mapping[str, str] = {
@@ -95,7 +95,7 @@ def named(names: Sequence[str]) -> tuple[Callback, ...]:
     """
     made = []
     for name in names:
-        if name not in READY and ":" not in name:
+        if name not in READY and not names_code(name):
             raise ConfigError(
                 f"report.callbacks={name} is not known{nearest(name, READY)}; allowed: {', '.join(READY)}, or "
                 "package.module:Class of your own"

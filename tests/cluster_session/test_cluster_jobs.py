@@ -30,13 +30,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shadowsync import Job, Trained, TrainerLost
-from shadowsync.cluster import trainer_dense
+from shadowsync.cluster import session, trainer, trainer_dense
 from shadowsync.config import merge
 from shadowsync.data.leases import Lease
 from shadowsync.data.reader import Parsed, Parser
 from shadowsync.errors import ConfigError, DataError, NonFiniteLoss, RunError
 from shadowsync.report.files import read_events
 from shadowsync.runtime import runtime
+from shadowsync.training.kernels import Computing
 from shadowsync.training.worker import LocalUpdate
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -71,6 +72,21 @@ def test_fewer_slices_than_trainers(tmp_path: Path, sync: dict[str, Any], rows: 
     result, counts = train_counted(cluster_settings(data, sync=sync, train={"trainers": 8}), tmp_path / "out")
     assert result.data.trained_samples == rows
     assert counts == dict.fromkeys(range(rows), 1)
+
+
+@pytest.mark.parametrize("processor", ["the driver's", "another"])
+def test_trainers_compute_as_the_driver_has_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
+    """Several who find out at once disturb each other; on another processor a trainer has to find out by itself."""
+    monkeypatch.setattr(session, "computing_here", lambda *_: Computing(why="found by the driver"))
+    monkeypatch.setattr(trainer, "computing_here", lambda *_: Computing(why="found by a trainer"))
+    if processor == "another":
+        monkeypatch.setattr(trainer, "processor", lambda: processor)
+    data = write_rows(tmp_path / "rows.parquet", 23)
+    result = Job(cluster_settings(data, train={"trainers": 2}), out=tmp_path / "out").run()
+    assert result.computing is not None
+    assert result.computing.why == ("found by a trainer" if processor == "another" else "found by the driver")
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from shadowsync.models.wrapping import features_of
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.gate import Gate
-from shadowsync.training.kernels import Computing
+from shadowsync.training.kernels import IN_FP32, Computing
 from shadowsync.training.losses import objective
 from shadowsync.training.optimizers import Rates
 from shadowsync.training.replica import Replica
@@ -67,6 +67,8 @@ class JobContext:
         model: the user's own module, or None; also None for roles without a dense part.
         failures: the script of deaths.
         losses: in place of the configured ones, by label.
+        computing: how workers compute on this `processor`, found out by the driver, alone and before trainers start:
+            those who find out side by side may differ.
     """
 
     config: Config
@@ -79,6 +81,8 @@ class JobContext:
     model: nn.Module | None = field(repr=False)
     failures: Callable[[int, int], None] = field(repr=False)
     losses: Mapping[str, Loss] = field(default_factory=dict, repr=False)
+    computing: Computing = IN_FP32
+    processor: str = ""
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -168,7 +172,6 @@ class Near:
     """
 
     module: nn.Module
-    computing: Computing
     reader: Reader
     recorder: Recorder
     gate: Gate

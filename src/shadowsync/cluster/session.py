@@ -45,7 +45,7 @@ from shadowsync.rpc.served import ask
 from shadowsync.runtime.runtime import LaunchRequest, Runtime, waiting_for
 from shadowsync.training.course import Course
 from shadowsync.training.gate import Gate
-from shadowsync.training.kernels import Computing
+from shadowsync.training.kernels import Computing, processor
 from shadowsync.training.losses import own_losses
 from shadowsync.training.replica import Replica
 
@@ -111,8 +111,9 @@ class Session:
         self.train_source, self.test_source, self.schema = train, test, train.schema
         own = replace(own, model=planned(own.model, choices, self.schema))
         self.tables = make_tables(config, self.schema, own.tables, choices.model, own.model)
-        job = self.job = self._make_job(own)
+        job = self._make_job(own)
         module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
+        self.job = job = replace(job, computing=computing_here(config, module), processor=processor())
         self.template = job.replica(module)
         kind = choices.source.tasks[0].kind
         self.recorder = Recorder(self.config.train.trainers, self.config.report.window, kind=kind)
@@ -216,10 +217,8 @@ class Session:
         manager, gate, rows, driver = self._manager, Gate(), self._manager.near_rows(), self._manager.endpoints.driver
         assert driver is not None
         dense = self._dense.near(manager.near_dense(), rows, gate, self._counter)
-        module = self.template.module
         return Near(
-            module=module,
-            computing=computing_here(self.config, module),
+            module=self.template.module,
             reader=self.reader,
             recorder=self.recorder,
             gate=gate,

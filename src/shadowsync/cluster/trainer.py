@@ -36,7 +36,7 @@ from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.served import Served, ask, later, served
 from shadowsync.runtime.runtime import ProcessContext, waiting_for
 from shadowsync.training.gate import Gate
-from shadowsync.training.kernels import Computing
+from shadowsync.training.kernels import Computing, processor
 from shadowsync.training.worker import Driver, Trainer, TrainerContext, TrainerLost
 
 LOOK_S = 0.05
@@ -102,12 +102,13 @@ class TrainerPart(Imaged):
         job, codecs = spec.job, spec.job.choices.codecs
         if isinstance(near := spec.others, Near):
             codecs = {kind: codec.levels[0] for kind, codec in codecs.items()}  # nothing can be measured
-            self._counter, self._gate, module, self._computing = near.counter, near.gate, near.module, near.computing
+            self._counter, self._gate, module, self._computing = near.counter, near.gate, near.module, job.computing
             self._feed = near.reader.feed(spec.rank)
         else:
             self._counter, self._gate = WireCounter(), Gate()
             module = make_module(job.config, job.choices, job.schema, job.tables, job.model)
-            self._computing = computing_here(job.config, module)
+            alike = job.config.train.device == "cpu" and job.processor == processor()
+            self._computing = job.computing if alike else computing_here(job.config, module)
             self._reach_driver(near)
         self._codecs = codec_choice(job.config, job.choices, codecs)
         line, connect = self._codecs.channel("dense", self._counter), self._measured

@@ -23,6 +23,7 @@ from shadowsync.metrics.quality import CurvePoint, Peak
 from shadowsync.metrics.units import Units
 from shadowsync.report import words
 from shadowsync.report.files import read_bytes, write_atomically
+from shadowsync.training.kernels import processor
 
 if TYPE_CHECKING:
     from shadowsync.report.measures import KeyNumber
@@ -332,24 +333,9 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str | int | float]:
     """System, processor, cores this process may use, and memory in GB (10⁹ bytes); no name or address."""
     system = f"{platform.system()} {platform.release()}"
-    facts: dict[str, str | int | float] = {"system": system, "processor": _processor(), "cores": cores()}
+    facts: dict[str, str | int | float] = {"system": system, "processor": processor(), "cores": cores()}
     memory = memory_bytes()
     return {**facts, "memory_gb": round(memory / 1e9, 1)} if memory else facts
-
-
-def _processor() -> str:
-    """Its name, and family and model, since virtual machines name several generations alike."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        found.setdefault(key.strip(), value.strip())
-    name = found.get("model name") or platform.processor() or platform.machine()
-    about = [f"{word} {found[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if found.get(key)]
-    return f"{name} ({', '.join(about)})" if about else name
 
 
 def cores() -> int:

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ from shadowsync.errors import ConfigError
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 """The dtype of the autocast in which workers compute; parameters and gradients are float32 either way."""
-TIMED_S = 0.05
-"""Seconds that timing takes at most, about, for each precision."""
+TIMED_S = 0.1
+"""Seconds that timing takes at most, about, for each precision; as much again for a first turn that does not count."""
 _MOST_PRODUCTS = 1 << 23
 """Multiply-adds of a timed product; wider layers are timed with fewer samples."""
 _MOST_WIDTH = 512
@@ -154,26 +155,26 @@ def choose_computing(precision: str, kernels: str, device: str, module: nn.Modul
     """
     kind = torch.device(device).type
     native = multiplies_bf16(kind)
+    asked = None if kernels == "auto" else parse_kernels(kernels)
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
-    why = []
     chosen = precision if precision != "auto" else ("bf16" if native else "fp32")
-    if precision == "auto" and native and kind == "cpu" and not bf16_leads(layers, batch_size):
+    compared = precision == "auto" and native and kind == "cpu"
+    runs = kind == "cpu" and onednn_runs(_dtype(chosen))
+    timed = {}
+    if compared or (runs and asked is None):
+        timed = timed_products(layers, batch_size, PRECISIONS if compared else [chosen])
+    why = []
+    if compared and not bf16_leads(layers, batch_size, timed):
         chosen = "fp32"
         why.append("products of bf16 bring too little on this processor")
     if not native and precision != "fp32":
         slow = "" if precision == "auto" else ": slow, train.precision=auto takes fp32"
         why.append(f"this {'processor' if kind == 'cpu' else 'device'} does not multiply bf16{slow}")
-    dtype = PRECISIONS[chosen] or torch.float32
-    runs = kind == "cpu" and onednn_runs(dtype)
-    if kernels != "auto":
-        asked = parse_kernels(kernels)
-        if not runs and "o" in "".join((asked.otherwise, *asked.layers.values())).lower():
-            kernels = "torch"
-            why.append(f"oneDNN has no {chosen} products here")
-    elif runs and layers:
-        kernels = str(fastest_kernels(layers, batch_size, dtype))
-    else:
+    if asked is None:
+        kernels = str(fastest_kernels(layers, timed[chosen])) if runs and layers else "torch"
+    elif not runs and "o" in "".join((asked.otherwise, *asked.layers.values())).lower():
         kernels = "torch"
+        why.append(f"oneDNN has no {chosen} products here")
     return Computing(chosen, kernels, "; ".join(why))
 
 
@@ -195,6 +196,22 @@ def onednn_runs(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
+def processor() -> str:
+    """Its name, and family and model, since virtual machines name several generations alike."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    name = found.get("model name") or platform.processor() or platform.machine()
+    about = [f"{word} {found[key]}" for word, key in (("family", "cpu family"), ("model", "model")) if found.get(key)]
+    return f"{name} ({', '.join(about)})" if about else name
+
+
+@functools.cache
 def multiplies_bf16(device: str) -> bool:
     """The device has instructions for products of bf16, and the libraries may use them."""
     if device != "cpu":
@@ -206,72 +223,74 @@ def multiplies_bf16(device: str) -> bool:
     return supported is not None and bool(supported()) and onednn_runs(torch.bfloat16)
 
 
-def fastest_kernels(
+_Shape = tuple[int, int, bool]
+"""Inputs, outputs, and whether there is a bias."""
+Timed = dict[_Shape, list[dict[str, float]]]
+"""By shape, for each of the three products of a layer the shortest seconds of each library."""
+
+
+def timed_products(
     layers: Iterable[nn.Linear],
     batch_size: int,
-    dtype: torch.dtype,
+    precisions: Iterable[str],
     clock: Callable[[], float] = time.thread_time,
-) -> Kernels:
-    """The fastest library for each product of each layer, timed in turn within about `TIMED_S` seconds.
+) -> dict[str, Timed]:
+    """What the products of these layers take with `B` samples in each precision.
 
-    Layers of about the same shape are timed as one. What the time does not suffice for is left to torch. The clock is
-    that of this thread, so that others on the machine do not count.
+    Layers of about the same shape are timed as one, and all precisions and libraries in turn: what else the machine
+    does while roles start slows caches and clock of all alike. The first turn does not count: the libraries make their
+    kernels there and come by their memory. The clock is that of this thread, so that others on the machine do not count
+    either. What the time does not suffice for is missing, or has taken infinitely long.
     """
-    by_name = {_name(layer): _timed_shape(layer) for layer in layers}
-    (timed,) = _timed(by_name.values(), batch_size, [dtype], clock)
+    timed: dict[str, Timed] = {precision: {} for precision in precisions}
+    took, until = TIMED_S * len(timed), clock() + TIMED_S * len(timed)
+    turns: list[tuple[dict[str, float], dict[str, Callable[[], Tensor]]]] = []
+    for shape in dict.fromkeys(map(_timed_shape, layers)):
+        for precision, seconds in timed.items():
+            if clock() < until:
+                products = _libraries(shape, batch_size, _dtype(precision))
+                seconds[shape] = [dict.fromkeys(libraries, math.inf) for libraries in products]
+                turns += zip(seconds[shape], products, strict=True)
+    with torch.no_grad():
+        for _, libraries in itertools.takewhile(lambda _: clock() < until, turns):
+            for product in libraries.values():
+                product()
+        until = clock() + took
+        for best, libraries in itertools.takewhile(lambda _: clock() < until, itertools.cycle(turns)):
+            for letter, product in libraries.items():
+                began = clock()
+                product()
+                best[letter] = min(best[letter], clock() - began)
+    return timed
+
+
+def fastest_kernels(layers: Iterable[nn.Linear], timed: Timed) -> Kernels:
+    """The fastest library for each product of each layer; torch's own where there was no time for it."""
 
     def letter(seconds: Mapping[str, float]) -> str:
         found = min(seconds, key=seconds.__getitem__)
         return found if seconds[found] < _LEAD * seconds["t"] else "t"
 
+    by_name = {_name(layer): _timed_shape(layer) for layer in layers}
     return Kernels({name: "".join(map(letter, timed[shape])) for name, shape in by_name.items() if shape in timed})
 
 
-def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, clock: Callable[[], float] = time.thread_time) -> bool:
-    """Whether all products of these layers take clearly less time in bf16 than in fp32; arguments as above.
-
-    Both are timed in turn: what else the machine does while roles start slows caches and clock of both alike.
-    """
+def bf16_leads(layers: Iterable[nn.Linear], batch_size: int, timed: Mapping[str, Timed]) -> bool:
+    """Whether all products of these layers take clearly less time in bf16 than in fp32; arguments as above."""
     fp32_s, bf16_s = 0.0, 0.0
-    shapes = [_timed_shape(layer) for layer in layers]
-    fp32, bf16 = _timed(shapes, batch_size, [torch.float32, torch.bfloat16], clock)
-    for shape in shapes:
-        slow, fast = (sum(min(product.values()) for product in by.get(shape, [{"": math.inf}])) for by in (fp32, bf16))
+    for shape in map(_timed_shape, layers):
+        slow, fast = (
+            sum(min(product.values()) for product in timed[precision].get(shape, [{"": math.inf}]))
+            for precision in ("fp32", "bf16")
+        )
         if math.isfinite(slow + fast):  # else there was no time for it
             share = batch_size / _samples(shape, batch_size)
             fp32_s, bf16_s = fp32_s + slow * share, bf16_s + fast * share
     return bf16_s < _BF16_LEAD * fp32_s
 
 
-_Shape = tuple[int, int, bool]
-"""Inputs, outputs, and whether there is a bias."""
-
-
-def _timed(
-    shapes: Iterable[_Shape], batch_size: int, dtypes: Sequence[torch.dtype], clock: Callable[[], float]
-) -> list[dict[_Shape, list[dict[str, float]]]]:
-    """By type and shape, for each of the three products of a layer the shortest seconds of each library.
-
-    As far as there is time: a shape may be missing, and what was not run has taken infinitely long.
-    """
-    until = clock() + TIMED_S * len(dtypes)
-    timed: list[dict[_Shape, list[dict[str, float]]]] = [{} for _ in dtypes]
-    turns: list[tuple[dict[str, float], dict[str, Callable[[], Tensor]]]] = []
-    for shape in dict.fromkeys(shapes):
-        for seconds, dtype in zip(timed, dtypes, strict=True):
-            if clock() < until:
-                products = _libraries(shape, batch_size, dtype)
-                seconds[shape] = [dict.fromkeys(libraries, math.inf) for libraries in products]
-                turns += zip(seconds[shape], products, strict=True)
-    with torch.no_grad():
-        for best, libraries in itertools.cycle(turns):
-            if clock() >= until:
-                break
-            for letter, product in libraries.items():  # the first time oneDNN also makes its kernel
-                began = clock()
-                product()
-                best[letter] = min(best[letter], clock() - began)
-    return timed
+def _dtype(precision: str) -> torch.dtype:
+    return PRECISIONS[precision] or torch.float32
 
 
 def _timed_shape(layer: nn.Linear) -> _Shape:

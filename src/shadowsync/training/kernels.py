@@ -31,6 +31,8 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bflo
 """The dtype of the autocast in which workers compute; parameters and gradients are float32 either way."""
 TIMED_S = 0.1
 """Seconds that timing takes at most, about, for each precision; as much again for a first turn that does not count."""
+_TURNS = 10
+"""That count, at most: enough for the shortest time of each."""
 _MOST_PRODUCTS = 1 << 23
 """Multiply-adds of a timed product; wider layers are timed with fewer samples."""
 _MOST_WIDTH = 512
@@ -256,7 +258,7 @@ def timed_products(
             for product in libraries.values():
                 product()
         until = clock() + took
-        for best, libraries in itertools.takewhile(lambda _: clock() < until, itertools.cycle(turns)):
+        for best, libraries in itertools.takewhile(lambda _: clock() < until, turns * _TURNS):
             for letter, product in libraries.items():
                 began = clock()
                 product()

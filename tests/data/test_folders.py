@@ -105,6 +105,8 @@ def test_a_column_of_the_file_goes_before_one_of_the_folder(tmp_path: Path) -> N
 def test_partitions_choose_the_files(tmp_path: Path, wanted: dict[str, Any], rows: int) -> None:
     root = write_days(tmp_path / "rows")
     assert opened(root, partitions=wanted).rows == rows
+    assert opened(root, test_partitions=wanted).rows == 12 - rows, "tested, so not trained on"
+    assert opened(root, test_path="elsewhere", test_partitions=wanted).rows == 12
     assert opened(root, split="test", test_partitions=wanted).rows == rows
     assert opened("nowhere", split="test", test_path=str(root), test_partitions=wanted).rows == rows
     assert registry.build(Parquet, {"path": "x", "categorical": ["a"]}, "data").open("test", "error") is None
@@ -128,3 +130,13 @@ def test_partitions_that_choose_nothing(tmp_path: Path, wanted: dict[str, Any], 
     root = write_days(tmp_path / "rows")
     with pytest.raises((DataError, ConfigError), match=said):
         opened(root, partitions=wanted)
+
+
+def test_no_file_is_trained_on_and_tested(tmp_path: Path) -> None:
+    root = write_days(tmp_path / "rows")
+    apart = {"partitions": {"day": {"to": "2024-01-02"}}, "test_partitions": {"day": "2024-01-10"}}
+    assert (opened(root, **apart).rows, opened(root, split="test", **apart).rows) == (8, 4)
+    with pytest.raises(DataError, match=r"day=2024-01-02/.*: data\.partitions and data\.test_partitions both name it"):
+        opened(root, partitions={"day": {"to": "2024-01-02"}}, test_partitions={"day": {"from": "2024-01-02"}})
+    with pytest.raises(DataError, match=r"data\.test_partitions takes all 6 files: leave some to train on"):
+        opened(root, test_partitions={"day": {"from": "2024-01-01"}})

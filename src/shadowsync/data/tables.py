@@ -84,7 +84,10 @@ class TableSource(TableOptions, FileOptions, Source):
     ] = field(default_factory=dict)
     test_partitions: Annotated[
         dict[str, Wanted],
-        Field(description="likewise of the test rows, which are in data.path if there is no data.test_path"),
+        Field(
+            description="likewise of the test rows; if there is no data.test_path they are in data.path and are not "
+            "trained on"
+        ),
     ] = field(default_factory=dict)
 
     def open(self, split: Literal["train", "test"], on_bad_row: Literal["error", "skip"]) -> OpenSource | None:
@@ -94,8 +97,21 @@ class TableSource(TableOptions, FileOptions, Source):
         files = self.files("train" if wanted and self.test_path is None else split)
         if files is None:
             return None
-        source, tables = self.opened(chosen_files(f"data.{named}", files, wanted))
+        chosen = chosen_files(f"data.{named}", files, wanted)
+        if train and self.test_partitions and self.test_path is None:
+            chosen = self._untested(files, chosen)
+        source, tables = self.opened(chosen)
         return OpenTable(source, tables, on_bad_row)
+
+    def _untested(self, files: Sequence[File], chosen: Sequence[Found]) -> list[Found]:
+        """The chosen ones without those that hold test rows; raises `DataError` if `partitions` names such, too."""
+        tested = {file for file, _ in chosen_files("data.test_partitions", files, self.test_partitions)}
+        both = [file.path for file, _ in chosen if file in tested]
+        if self.partitions and both:
+            raise DataError(f"{both[0]}: data.partitions and data.test_partitions both name it: leave it out of one")
+        if len(both) == len(chosen):
+            raise DataError(f"data.test_partitions takes all {len(files)} files: leave some to train on")
+        return [found for found in chosen if found[0] not in tested]
 
     @property
     def settled(self) -> Mapping[str, object]:

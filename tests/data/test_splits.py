@@ -129,6 +129,14 @@ def test_the_last_rows_are_validated_on_and_those_after_them_tested() -> None:
     assert found == {"test": [*range(90, 100)], "valid": [*range(72, 90)], "train": [*range(72)]}
 
 
+def test_the_last_rows_are_of_what_the_test_leaves() -> None:
+    found = parts_of(Filed([30, 70]), test={"column": "time", "from": 40}, valid={"last": 20})
+    assert found == {"test": [*range(80, 100)], "valid": [*range(60, 80)], "train": [*range(60)]}
+    drawn = parts_of(Filed([30, 170]), test={"fraction": 0.5}, valid={"last": 0.2})
+    assert drawn["train"] + drawn["valid"] == sorted({*range(200)} - {*drawn["test"]})
+    assert len(drawn["valid"]) == round(0.2 * (200 - len(drawn["test"])))
+
+
 def test_rows_from_a_time_on() -> None:
     found = parts_of(Filed([100]), test={"column": "time", "from": 45}, valid={"column": "time", "from": 40})
     assert found == {"test": [*range(90, 100)], "valid": [*range(80, 90)], "train": [*range(80)]}
@@ -236,6 +244,21 @@ def test_bad_rows_count_where_they_belong(tmp_path: Path) -> None:
     strict = open_all({**data, "test": {"last": 6}})["test"]
     with pytest.raises(DataError, match=r"rows\.parquet, row 56: the label \(label\) is 2"):
         dense_of(strict)
+
+
+def test_files_that_hold_a_value_otherwise_are_not_drawn_by_it(tmp_path: Path) -> None:
+    data = {**table(tmp_path), "path": str(tmp_path / "*.parquet"), "valid": {"column": "key", "fraction": 0.3}}
+    rows = pl.read_parquet(tmp_path / "rows.parquet")
+    keys = rows["item"].cast(pl.Int32).alias("key")
+    rows.with_columns(keys).write_parquet(tmp_path / "rows.parquet")
+    rows.with_columns(keys.cast(pl.Int64)).write_parquet(tmp_path / "wider.parquet")
+    rows.with_columns(pl.lit(None).alias("key")).write_parquet(tmp_path / "without.parquet")
+    assert open_all(data)["valid"].rows % 24 == 0, "all rows of a value, in both files that have any"
+    rows.with_columns(keys.cast(pl.Float64)).write_parquet(tmp_path / "with gaps.parquet")
+    with pytest.raises(
+        DataError, match=r"gaps\.parquet: column 'key' \(data\.valid\.column\) holds Float64, and Int64 in files before"
+    ):
+        open_all(data)
 
 
 @pytest.mark.parametrize("ending", ["csv", "csv.gz", "jsonl"])

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shadowsync.config import DataConfig, SplitConfig
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import FileOptions
+from shadowsync.data.frame import type_of
 from shadowsync.data.source import Mark, OpenSource, Slice, Source, settled
 from shadowsync.data.tables import OpenTable, some_of
 from shadowsync.data.values import hash_strings
@@ -28,8 +29,9 @@ from shadowsync.serving import Mask, mix
 
 Part = Literal["train", "valid", "test"]
 PARTS: tuple[Part, ...] = ("train", "valid", "test")
-Rule = Callable[[Slice, int], Mask]
-"""Which rows of a slice, whose first one has this number in all the data, belong to a part."""
+Rule = Callable[[Slice, int, NDArray[np.int64]], Mask]
+"""Which rows of a slice belong to a part; given are the number of its first row in all the data, and the number of each
+among those that are left."""
 
 _BLOCK = 1 << 16  # rows that are decided and counted together
 _READ = 1 << 15  # rows that are read at once, at most
@@ -86,6 +88,10 @@ class Chosen:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def blocks(self) -> Iterator[Mask]:
+        """The masks that it was made of."""
+        return (self._bits.slice(start, _BLOCK).to_numpy() for start in range(0, len(self._bits), _BLOCK))
 
     def span(self, start: int, stop: int) -> tuple[int, Mask]:
         """The rows `start … stop − 1` of the chosen ones, at least one: which row of the file is the first of them, and
@@ -176,26 +182,14 @@ def partition(source: OpenSource, splits: Mapping[Part, SplitConfig]) -> dict[Pa
         ConfigError: a value does not fit its column.
         DataError: a column is missing, or a part would have no rows.
     """
-    rules: dict[Part, Rule] = {}
-    rows = source.rows
+    chosen: dict[Part, list[Chosen]] = {}
+    left = [
+        Chosen([np.ones(min(_BLOCK, rows - start), dtype=np.bool_) for start in range(0, rows, _BLOCK)])
+        for rows in source.file_rows or (source.rows,)
+    ]
     for part, split in splits.items():
-        if split.last is not None:
-            rows -= round(split.last if split.last >= 1 else split.last * rows)
-        rules[part] = _rule(split, part, source, rows)
-    chosen: dict[Part, list[Chosen]] = {part: [] for part in (*splits, "train")}
-    first_row = 0
-    for file, file_rows in enumerate(source.file_rows or (source.rows,)):
-        masks: dict[Part, list[Mask]] = {part: [] for part in chosen}
-        for start in range(0, file_rows, _BLOCK):
-            piece = Slice(0, file, start, min(_BLOCK, file_rows - start))
-            free = np.ones(piece.rows, dtype=np.bool_)
-            for part, rule in rules.items():
-                masks[part].append(rule(piece, first_row + start) & free)
-                free &= ~masks[part][-1]
-            masks["train"].append(free)
-        first_row += file_rows
-        for part, of_file in masks.items():
-            chosen[part].append(Chosen(of_file))
+        chosen[part], left = _divided(left, _rule(split, part, source, sum(map(len, left))))
+    chosen["train"] = left
     counts = {part: sum(map(len, files)) for part, files in chosen.items()}
     for part, split in splits.items():
         if not counts[part]:
@@ -208,26 +202,45 @@ def partition(source: OpenSource, splits: Mapping[Part, SplitConfig]) -> dict[Pa
     return {part: Selected(source, files, marks) for part, files in chosen.items()}
 
 
+def _divided(left: Sequence[Chosen], rule: Rule) -> tuple[list[Chosen], list[Chosen]]:
+    """What the rule takes of the rows of each file that are left, and what it leaves."""
+    taken, rest = [], []
+    row = number = 0
+    for file, of_file in enumerate(left):
+        masks = []
+        for block, free in enumerate(of_file.blocks()):
+            piece = Slice(0, file, block * _BLOCK, len(free))
+            mask = rule(piece, row, np.cumsum(free) + (number - 1)) & free
+            masks.append((mask, free & ~mask))
+            row, number = row + len(free), number + int(np.count_nonzero(free))
+        taken.append(Chosen([mask for mask, _ in masks]))
+        rest.append(Chosen([mask for _, mask in masks]))
+    return taken, rest
+
+
 # --- which rows ------------------------------------------------------------------------------------------------------
 
 
-def _rule(split: SplitConfig, part: Part, source: OpenSource, first_of_last: int) -> Rule:
-    """`first_of_last` is the number of the first row of those that `last` takes."""
+def _rule(split: SplitConfig, part: Part, source: OpenSource, left: int) -> Rule:
+    """Of so many rows that are `left`; raises `DataError` if files hold the column that is drawn by as other types."""
     column, start, key = split.column, split.start, f"data.{part}.column"
     if split.last is not None:
-        return lambda piece, row: np.arange(row, row + piece.rows) >= first_of_last
+        first = left - round(split.last if split.last >= 1 else split.last * left)
+        return lambda _piece, _row, numbers: numbers >= first
     if column is not None and start is not None:
-        return lambda piece, _: _from(source.column(column, piece, key), start, f"data.{part}.from")
+        return lambda piece, _row, _numbers: _from(source.column(column, piece, key), start, f"data.{part}.from")
     assert split.fraction is not None
+    kind = _hashed_as(source, column, key) if column is not None and isinstance(source, OpenTable) else pl.Null()
     # test and validation rows are drawn independently
     salt = np.frombuffer(hashlib.sha256(f"{part}/{split.seed}".encode()).digest(), "<u8", 1)
     below = np.uint64(int(split.fraction * 2**64))
 
-    def drawn(piece: Slice, row: int) -> Mask:
+    def drawn(piece: Slice, row: int, _numbers: NDArray[np.int64]) -> Mask:
         if column is None:
             hashes = mix(np.arange(row, row + piece.rows, dtype=np.uint64))
             return mix(hashes ^ salt) < below
         values = source.column(column, piece, key)  # missing ones are alike
+        values = values.cast(kind) if values.dtype == pl.Null else values
         if values.dtype.is_nested() or values.dtype == pl.Binary:
             raise DataError(f"{key}={values.name}: it holds {values.dtype}: name a column with one value per row")
         if values.dtype.is_integer():
@@ -237,6 +250,24 @@ def _rule(split: SplitConfig, part: Part, source: OpenSource, first_of_last: int
         return mix(hashes ^ salt) < below
 
     return drawn
+
+
+def _hashed_as(source: OpenTable, column: str, key: str) -> pl.DataType:
+    """The one type of a column by whose values rows are drawn; Null if no file has any."""
+    found: pl.DataType = pl.Null()
+    for table in source.tables:
+        held = kind = type_of(column, table.types, table.file.path, key)
+        if kind.is_integer():
+            kind = pl.Int64()
+        elif kind in (pl.Categorical, pl.Enum):
+            kind = pl.String()
+        if pl.Null() not in (found, kind) and kind != found:  # equal values would be hashed otherwise
+            raise DataError(
+                f"{table.file.path}: column {column!r} ({key}) holds {held}, and {found} in files before: write all "
+                "files with the same types"
+            )
+        found = kind if found == pl.Null() else found
+    return found
 
 
 def _from(values: pl.Series, start: float | str, key: str) -> Mask:

@@ -249,6 +249,23 @@ def test_a_file_that_has_only_nulls_of_a_column_is_read_beside_others(tmp_path: 
         other.open("train", "error")
 
 
+@pytest.mark.parametrize("kind", ["hash", "as_is"])
+def test_a_file_that_has_only_nulls_of_a_list_column_has_empty_lists(tmp_path: Path, kind: str) -> None:
+    for name, values in {"a": [None, None], "b": [[1, 2], None]}.items():
+        pl.DataFrame({"label": [0, 1], "tags": values}).write_parquet(tmp_path / f"{name}.parquet")
+    source = registry.build(Parquet, {"path": str(tmp_path), "columns": {"tags": {"kind": kind, "rows": 9}}}, "data")
+    found = open_again(source)
+    assert [found.read(part).ids.bag_offsets().tolist() for part in found.slices(9)] == [[0, 0, 0], [0, 2, 2]]
+
+
+def test_a_vocabulary_of_no_values_takes_any_type_of_them(tmp_path: Path) -> None:
+    for name, kind in {"a": pl.String(), "b": pl.Null()}.items():
+        table = pl.DataFrame({"label": [0, 1], "w": pl.Series([None, None], dtype=kind)})
+        table.write_parquet(tmp_path / f"{name}.parquet")
+    source = registry.build(Parquet, {"path": str(tmp_path), "columns": {"w": "vocabulary"}}, "data")
+    assert ids(open_again(source)) == [0] * 4
+
+
 # --- what was learnt is kept -----------------------------------------------------------------------------------------
 
 

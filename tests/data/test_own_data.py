@@ -1,5 +1,6 @@
 """Data of a user's own: damaged or changed under way, oddly named, drifting, unscaled; and how it is known again."""
 
+import datetime
 import os
 import warnings
 from collections.abc import Sequence
@@ -215,6 +216,8 @@ def test_the_largest_number_is_known_without_reading_the_rows(tmp_path: Path) ->
     logged, none = opened(second, **columns, log_dense=True), opened(second, dense=())
     for good in (opened(first, **columns), logged, none, opened(second, dense=("price", "age"))):
         assert largest_column(good) is None
+    days = written(tmp_path / "d.parquet", frame(age=datetime.date(2024, 1, 1)))
+    assert largest_column(opened(days, **columns)) is None
     unknown = written(tmp_path / "c.parquet", frame(age=numbers), statistics=False)
     assert largest_column(opened(unknown, **columns)) is None
 

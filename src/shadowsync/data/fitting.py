@@ -137,7 +137,9 @@ def learn(kinds: Kinds, tables: Mapping[str, str], source: TrainingRows) -> Lear
             seen.append(kind.seen(SeriesCells(column).flat))
             if isinstance(kind, Vocabulary):
                 seen[:] = kind.merged(seen, first[name])
-    found = {name: learning[name].fit(pl.concat([p for p in of if len(p)] or of)) for name, of in parts.items() if of}
+    found = {
+        name: learning[name].fit(pl.concat([p for p in of if len(p)] or of[:1])) for name, of in parts.items() if of
+    }
     learnt = {name: found[one] for name, one in first.items() if one in found}
     fits = {name: fit for name, fit in learnt.items() if isinstance(fit, Fit)}
     for name, form in _forms(kinds.ids, source).items():

@@ -332,7 +332,13 @@ def batch_of(frame: pl.DataFrame, options: TableOptions, columns: Transforms) ->
                 first[row] = Problem(row, told(row, before, values, after), **given)
 
     labels, row_weights = _answers(frame, options, note)
-    inputs = columns.of(len(frame), lambda name, for_ids: SeriesCells(frame[name], for_ids), note)
+    listed = {column.name for column in columns.ids if column.listed}
+
+    def cells_of(name: str, for_ids: bool) -> SeriesCells:
+        nothing = name in listed and frame[name].dtype == pl.Null
+        return SeriesCells(frame[name].cast(pl.List(pl.Int64)) if nothing else frame[name], for_ids)
+
+    inputs = columns.of(len(frame), cells_of, note)
     values, offsets, weights = (None if each is None else torch.from_numpy(each) for each in inputs[1:])
     assert values is not None
     jagged = Jagged(values, offsets, weights, len(columns.ids), len(frame))

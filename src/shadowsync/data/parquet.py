@@ -79,11 +79,12 @@ class ParquetFile(TableFile):
     def largest(self, columns: Collection[str]) -> Mapping[str, float]:
         """As the footer tells."""
         largest: dict[str, float] = {}
+        wanted = [name for name in columns if name in self.own and self.own[name].is_numeric()]
         with reading(self.file.path):
             metadata = pq.read_metadata(self.path)
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             names = enumerate(groups[0].column(number).path_in_schema for number in range(metadata.num_columns))
-            for number, name in [pair for pair in names if pair[1] in columns]:
+            for number, name in [pair for pair in names if pair[1] in wanted]:
                 for chunk in (group.column(number) for group in groups):
                     if chunk.is_stats_set and chunk.statistics.has_min_max:
                         bounds = abs(float(chunk.statistics.min)), abs(float(chunk.statistics.max))

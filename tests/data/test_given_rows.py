@@ -161,6 +161,8 @@ def odd_pandas(what: str) -> Any:
     table = pandas_of(frame())
     if what == "levels":
         return table.set_index(["label", "word"])
+    if what == "named":
+        return table.set_index("word")
     return table["label"] if what == "series" else table.rename(columns={"word": 3})
 
 
@@ -169,6 +171,7 @@ def odd_pandas(what: str) -> Any:
     [
         ("number", DataError, r"data: .*its column 3 has no text as its name: rename it \(frame\.columns\)"),
         ("levels", DataError, r"data: .*its index of several levels would be lost: .*frame\.reset_index\(\)"),
+        ("named", DataError, r"data: .*its index 'word' would be lost: make a column of it by frame\.reset_index\(\)"),
         ("series", ConfigError, r"data is a pandas.*Series: give a polars, pandas"),
     ],
 )

@@ -211,6 +211,11 @@ def _of_pandas(table: Any) -> Iterator[pl.DataFrame]:
         raise ValueError(f"its column {odd[0]!r} has no text as its name: rename it (frame.columns)")
     if table.index.nlevels > 1:
         raise ValueError("its index of several levels would be lost: make columns of them by frame.reset_index()")
+    if (index := table.index.name) is not None:
+        raise ValueError(
+            f"its index {index!r} would be lost: make a column of it by frame.reset_index(), or leave it out by "
+            "frame.reset_index(drop=True)"
+        )
     schema = pa.Schema.from_pandas(table, preserve_index=False)
     for start in range(0, len(table), ROW_GROUP):
         piece = table.iloc[start : start + ROW_GROUP]

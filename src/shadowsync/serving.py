@@ -290,7 +290,7 @@ class _AsIs(IdColumn):
         if outside.any():
             places = zip(one.owners(outside)[::-1].tolist(), np.flatnonzero(outside)[::-1].tolist(), strict=True)
             first = {row: one.flat[place] for row, place in places}
-            remedy = f"{self._hash_it}, or raise data.rows above its highest id"
+            remedy = f"{self._hash_it}, or raise data.rows (data.columns.{self.name}.rows) above its highest id"
             after = f", outside of 0 … {self.rows - 1} (data.rows)"
             note(one.rows_with(outside), f"{self.name} has id ", first, after, remedy)
         return found
@@ -300,7 +300,8 @@ class _AsIs(IdColumn):
 
     @property
     def _hash_it(self) -> str:
-        return f"hash the column with data.hash_size={{{self.name}: 100000}}"
+        of_columns = f"of data.columns: data.columns.{self.name}.kind=hash"
+        return f"hash the column with data.hash_size={{{self.name}: 100000}} ({of_columns})"
 
 
 KINDS: Mapping[str, type[IdColumn]] = {
@@ -406,7 +407,7 @@ class Transforms:
 class Given(Cells):
     """A column as a caller gave it: a list or an array with a value, or a list of values, for each row.
 
-    Missing is None, and among floats NaN, among times NaT. `form` says how values are told apart, as
+    Missing is None or pandas.NA, and among floats NaN, among times NaT. `form` says how values are told apart, as
     `data.values.form_of` does of types.
     """
 
@@ -470,6 +471,7 @@ def _flat(name: str, given: Any, listed: bool | None) -> tuple[Any, Ids | None]:
         nested, flat = given.ndim > 1, given.reshape(-1)
         counts = np.full(len(given), given.size // max(len(given), 1))
     else:
+        given = _without_na(given)
         cells = [cell for cell in given if cell is not None]
         single = [cell for cell in cells if not isinstance(cell, list | tuple | np.ndarray)]
         nested = len(single) < len(cells) or (not cells and bool(listed))
@@ -478,12 +480,22 @@ def _flat(name: str, given: Any, listed: bool | None) -> tuple[Any, Ids | None]:
         flat, counts = given, np.empty(0, dtype=np.int64)
         if nested:
             counts = np.array([0 if cell is None else len(cell) for cell in given], dtype=np.int64)
-            arrays = cells and all(isinstance(cell, np.ndarray) for cell in cells)
-            flat = np.concatenate(cells) if arrays else [*itertools.chain.from_iterable(cells)]
+            filled = [cell for cell in cells if len(cell)]  # np.array([]) is of floats, whatever the others are of
+            types = {cell.dtype if isinstance(cell, np.ndarray) else None for cell in filled}
+            alike = len(types) == 1 and None not in types
+            flat = _without_na(np.concatenate(filled) if alike else [*itertools.chain.from_iterable(filled)])
     if listed is not None and nested != listed and len(given):
         has, takes = ("lists", "one value") if nested else ("single values", "a list")
         raise ValueError(f"column {name!r} holds {has}, and the model takes {takes} for each row")
     return flat, counts if nested else None
+
+
+def _without_na(values: Any) -> Any:
+    """With None for each pandas.NA, which is told by its name, as pandas need not be there."""
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return values
+    absent = {kind for kind in {*map(type, values)} if kind.__name__ == "NAType"}
+    return [None if type(value) in absent else value for value in values] if absent else values
 
 
 def _typed(name: str, flat: Any) -> tuple[str, NDArray[Any], Mask | None]:
@@ -562,6 +574,8 @@ class Model:
         features = {feature["name"]: feature for feature in metadata["features"]}
         known = {name: Known(Given(name, values, False).words) for name, values in described["values"].items()}
         several = {name: feature["several"] for name, feature in features.items() if "several" in feature}
+        labels = len(metadata.get("labels", ()))
+        self._no_rows = np.empty((0, labels) if labels > 1 else 0, dtype=np.float32)
         self._program, self._transforms = program, Transforms(described, known, several)
         dense, ids = self._transforms.dense, self._transforms.ids
         if [*self._transforms.names, *(column.name for column in ids)] != [*metadata["dense"], *features]:
@@ -617,7 +631,7 @@ class Model:
         import torch  # noqa: PLC0415 (preparing needs none)
 
         if not len(inputs.dense):
-            return np.empty(0, dtype=np.float32)
+            return self._no_rows
         with torch.no_grad():
             answer = self._program(*(torch.from_numpy(each) for each in inputs if each is not None))
         return np.asarray(answer["probabilities" if "probabilities" in answer else "predictions"])

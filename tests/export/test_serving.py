@@ -32,12 +32,12 @@ def no_program(*inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     raise AssertionError("only what goes into it is asked for")
 
 
-def served(source: OpenTable) -> serving.Model:
-    """As the exported file would say it."""
+def served(source: OpenTable, **more: Any) -> serving.Model:
+    """As the exported file would say it, and `more` of its metadata."""
     features = [{"name": one.name, "rows": one.rows, "several": one.multi_hot} for one in source.schema.features]
     metadata = {"dense": list(source.schema.dense), "features": features, "weighted": bool(source.source.weights)}
     described = json.loads(json.dumps(source.source.described(), allow_nan=False))
-    return serving.Model(no_program, json.loads(json.dumps(metadata)), described)
+    return serving.Model(no_program, json.loads(json.dumps({**metadata, **more})), described)
 
 
 def read(source: OpenSource) -> Batch:
@@ -163,6 +163,30 @@ def test_arrays_of_every_unit_and_width_are_taken(tmp_path: Path) -> None:
     assert_same(served(source).prepare(rows), read(source))
     rows |= {"ns": frame["ns"].to_numpy(), "matrix": [np.array([1, 2]), np.array([3, 4]), np.array([5, 6])]}
     assert_same(served(source).prepare(rows), read(source))
+
+
+def test_arrays_of_several_types_keep_their_numbers(tmp_path: Path) -> None:
+    large = 2**60 + 1
+    frame = pl.DataFrame({"seen": [[large], [], [large + 2, 5]]})
+    source = opened(tmp_path / "a.parquet", frame, columns={"seen": "hash"})
+    for last in (np.array([large + 2, 5]), np.array([large + 2, 5], dtype=np.uint64)):
+        assert_same(served(source).prepare({"seen": [np.array([large]), np.array([]), last]}), read(source))
+
+
+def test_what_pandas_calls_na_is_missing(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas", reason="pip install pandas to test its missing value")
+    frame = pl.DataFrame({"price": [1.5, None], "user": [None, 3], "tags": [None, ["x", None]]})
+    source = opened(tmp_path / "a.parquet", frame, columns={"price": "dense", "user": "hash", "tags": "hash"})
+    price, user = pd.array([1.5, None], dtype="Float64"), pd.Series([None, 3], dtype="Int64")
+    rows = {"price": price, "user": user, "tags": pd.Series([pd.NA, ["x", pd.NA]])}
+    assert_same(served(source).prepare(rows), read(source))
+    assert_same(served(source).prepare({**rows, "user": [pd.NA, 3]}), read(source))
+
+
+@pytest.mark.parametrize(("labels", "shape"), [([], (0,)), (["click"], (0,)), (["click", "watched"], (0, 2))])
+def test_no_rows_have_a_column_for_each_of_several_labels(tmp_path: Path, labels: list[str], shape: object) -> None:
+    source = opened(tmp_path / "a.parquet", {"user": ["a", "b"]}, columns={"user": "hash"})
+    assert served(source, labels=[{"name": name} for name in labels]).score({"user": []}).shape == shape
 
 
 def test_lists_with_weights_and_sizes_of_their_own(tmp_path: Path) -> None:

@@ -44,13 +44,13 @@ _DURATION = re.compile(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?[smhd]")
 class Section(BaseModel):
     """A section in which every key is listed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Choice(BaseModel):
     """A section that also takes the options of the members chosen in it."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,25 +61,17 @@ class Choice(BaseModel):
 class SplitConfig(Section):
     """Rows that are kept from training, one way to say which: those of other files, or some of the training rows."""
 
-    path: str | tuple[str, ...] | None = Field(
-        None, description="for sources of files: the files that hold them, as data.path"
-    )
-    fraction: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="a share of the rows, drawn by a hash of the place of each; with column by a hash of its value, so "
-        "that all rows with one value are on the same side",
-    )
-    last: float | None = Field(
-        None, gt=0, description="the last rows in the order of the data: below 1 a share of them, else how many"
-    )
-    column: str | None = Field(
-        None, min_length=1, description="whose values decide, with fraction or from; of tables with names of columns"
-    )
-    start: int | float | str | None = Field(
-        None, alias="from", description="rows whose column has this value or one above: a number, a date, a time, text"
-    )
+    path: str | tuple[str, ...] | None = None
+    """for sources of files: the files that hold them, as data.path"""
+    fraction: float | None = Field(None, gt=0, lt=1)
+    """a share of the rows, drawn by a hash of the place of each; with column by a hash of its value, so that all rows
+    with one value are on the same side"""
+    last: float | None = Field(None, gt=0)
+    """the last rows in the order of the data: below 1 a share of them, else how many"""
+    column: str | None = Field(None, min_length=1)
+    """whose values decide, with fraction or from; of tables with names of columns"""
+    start: int | float | str | None = Field(None, alias="from")
+    """rows whose column has this value or one above: a number, a date, a time, text"""
     seed: int = Field(0, ge=0, lt=1 << 63, description="of what is drawn by fraction; another one draws others")
 
     @pydantic.field_validator("start", mode="before")
@@ -117,40 +109,27 @@ class SplitConfig(Section):
 class DataConfig(Choice):
     """Where samples come from and how they are read; the source's own options go beside these keys."""
 
-    name: str = Field(
-        "completejourney",
-        description="the source; left out with data.path, the one of such files: .parquet, .csv, .tsv, .jsonl",
-    )
+    name: str = "completejourney"
+    """the source; left out with data.path, the one of such files: .parquet, .csv, .tsv, .jsonl"""
     epochs: int = Field(1, ge=1, le=1_000_000, description="passes over the data; more trains longer")
-    on_bad_row: Literal["error", "skip"] = Field(
-        "error", description="a bad row ends the run, or is counted and left out"
-    )
-    shuffle: bool | str = Field(
-        True,
-        description="permute slices, and rows inside a slice, anew in every epoch; within=ROWS does so within "
-        "stretches of at most so many rows, which come in their order",
-    )
+    on_bad_row: Literal["error", "skip"] = "error"
+    """a bad row ends the run, or is counted and left out"""
+    shuffle: bool | str = True
+    """permute slices, and rows inside a slice, anew in every epoch; within=ROWS does so within stretches of at most so
+    many rows, which come in their order"""
     slice_rows: int = Field(8192, ge=1, description="rows leased at once; more costs memory and evens out less well")
     readers: int = Field(1, ge=1, le=64, description="threads that parse; more feeds faster trainers")
     prefetch: int = Field(2, ge=1, le=1024, description="slices read ahead per trainer; more costs memory")
-    valid: SplitConfig | None = Field(
-        None, description="rows on which training is validated, kept from it; its keys are below"
-    )
-    test: SplitConfig | None = Field(
-        None,
-        description="test rows that are part of the training rows, and kept from them; keys as those of valid",
-    )
-    max_rows: int | None = Field(
-        None,
-        ge=0,
-        description="train on the first rows only, at most so many in each epoch, in the order of the data and after "
-        "data.valid and data.test have taken theirs; null or 0: on all",
-    )
-    accept: str | None = Field(
-        None,
-        description="with --resume: go on with this data, although it is not what the checkpoint was trained on; the "
-        "word for it stands in the message that refuses the data",
-    )
+    valid: SplitConfig | None = None
+    """rows on which training is validated, kept from it; its keys are below"""
+    test: SplitConfig | None = None
+    """test rows that are part of the training rows, and kept from them; keys as those of valid"""
+    max_rows: int | None = Field(None, ge=0)
+    """train on the first rows only, at most so many in each epoch, in the order of the data and after data.valid and
+    data.test have taken theirs; null or 0: on all"""
+    accept: str | None = None
+    """with --resume: go on with this data, although it is not what the checkpoint was trained on; the word for it
+    stands in the message that refuses the data"""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -191,11 +170,9 @@ class ModelConfig(Choice):
     name: str = Field("dlrm", description="the model")
     embedding_dim: Annotated[
         Annotated[int, Field(ge=1, le=WIDEST)] | dict[str, int], pydantic.BeforeValidator(_each_width)
-    ] = Field(
-        DIM,
-        description="width of the vectors in tables made by default, one number, or by feature with default for the "
-        "others: {user: 32, default: 8}; more costs memory",
-    )
+    ] = DIM
+    """width of the vectors in tables made by default, one number, or by feature with default for the others: {user: 32,
+    default: 8}; more costs memory"""
 
 
 class TableConfig(Section):
@@ -205,58 +182,39 @@ class TableConfig(Section):
     rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
     dim: int = Field(ge=1, le=WIDEST, description="width of a row; more costs memory and time")
     features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
-    pooling: Pooling | dict[str, Pooling] = Field(
-        "sum", description="how the rows of one sample become one vector, for all features or by feature"
-    )
+    pooling: Pooling | dict[str, Pooling] = "sum"
+    """how the rows of one sample become one vector, for all features or by feature"""
 
 
 class EmbeddingConfig(Section):
     """The embedding tables and their servers."""
 
-    servers: int | None = Field(
-        None,
-        ge=1,
-        le=1024,
-        description="embedding servers; more spreads memory and load over machines. null: 2 with cluster.address, 1 on "
-        "one machine, where more only cost messages",
-    )
+    servers: int | None = Field(None, ge=1, le=1024)
+    """embedding servers; more spreads memory and load over machines. null: 2 with cluster.address, 1 on one machine,
+    where more only cost messages"""
     storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
-    optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowOptimizer")] = Field(
-        "rowwise_adagrad", description="applied in the fused backward"
-    )
+    optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowOptimizer")] = "rowwise_adagrad"
+    """applied in the fused backward"""
     lr: float = Field(0.15, gt=0, description="learning rate of the rows")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
-    l2: float = Field(
-        0.0,
-        ge=0,
-        description="penalty of the rows: with each step of a row so many times the row is added to its gradient, once "
-        "however often it occurs in the batch; more draws rows to zero, and those that nobody looks up stay",
-    )
-    unique_rows: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="send each distinct row of a batch once: where that is less traffic (auto: never on one machine "
-        "without cluster.address), always or never",
-    )
-    sharding: Literal["table_wise", "row_wise"] = Field(
-        "table_wise",
-        description="table_wise packs whole tables, by their measured cost; row_wise cuts every table evenly over all "
-        "servers, which costs more and makes servers alike",
-    )
-    split_rows: int | None = Field(
-        None,
-        ge=1,
-        description="tables of more rows are cut into parts of at most this many; None cuts only if balance needs it",
-    )
-    tables: tuple[TableConfig, ...] | None = Field(
-        None, description="the tables; None makes one for each feature of the source"
-    )
-    pooling: dict[str, Pooling] = Field(
-        {},
-        description="by feature, over what source and tables say: how the rows of one sample become one vector; none "
-        "keeps them apart, as a sequence for models that take one",
-    )
+    l2: float = Field(0.0, ge=0)
+    """penalty of the rows: with each step of a row so many times the row is added to its gradient, once however often
+    it occurs in the batch; more draws rows to zero, and those that nobody looks up stay"""
+    unique_rows: Literal["auto", "always", "never"] = "auto"
+    """send each distinct row of a batch once: where that is less traffic (auto: never on one machine without
+    cluster.address), always or never"""
+    sharding: Literal["table_wise", "row_wise"] = "table_wise"
+    """table_wise packs whole tables, by their measured cost; row_wise cuts every table evenly over all servers, which
+    costs more and makes servers alike"""
+    split_rows: int | None = Field(None, ge=1)
+    """tables of more rows are cut into parts of at most this many; None cuts only if balance needs it"""
+    tables: tuple[TableConfig, ...] | None = None
+    """the tables; None makes one for each feature of the source"""
+    pooling: dict[str, Pooling] = Field({})
+    """by feature, over what source and tables say: how the rows of one sample become one vector; none keeps them apart,
+    as a sequence for models that take one"""
 
 
 class TrainConfig(Section):
@@ -265,121 +223,68 @@ class TrainConfig(Section):
     trainers: int = Field(2, ge=1, le=1024, description="replicas of the dense part")
     workers: int = Field(1, ge=1, le=256, description="Hogwild threads per trainer")
     batch_size: int = Field(512, ge=1, description="samples per step of one worker")
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto",
-        description="of the forward and backward pass; parameters stay fp32. auto is bf16 where the processor "
-        "multiplies it natively and clearly faster (timed at the start), else fp32",
-    )
-    kernels: str = Field(
-        "auto",
-        description="which library multiplies the dense part's matrices on a CPU: torch, onednn, or for each layer the "
-        "faster one, timed at the start (auto); what result.json has under computing.kernels repeats a run's choice",
-    )
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """of the forward and backward pass; parameters stay fp32. auto is bf16 where the processor multiplies it natively
+    and clearly faster (timed at the start), else fp32"""
+    kernels: str = "auto"
+    """which library multiplies the dense part's matrices on a CPU: torch, onednn, or for each layer the faster one,
+    timed at the start (auto); what result.json has under computing.kernels repeats a run's choice"""
     device: str = Field("cpu", description="where the dense part computes: cpu or cuda")
-    optimizer: Annotated[str, MemberOf("shadowsync.training.optimizers:DenseOptimizer")] = Field(
-        "adagrad", description="of the dense part"
-    )
+    optimizer: Annotated[str, MemberOf("shadowsync.training.optimizers:DenseOptimizer")] = "adagrad"
+    """of the dense part"""
     lr: float = Field(0.005, gt=0, description="learning rate of the dense part")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of Adagrad and Adam")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam: decay of the second moment")
-    l2: float = Field(
-        0.0,
-        ge=0,
-        description="penalty of the dense part's weights, not of biases and norms: with each step so many times the "
-        "weight is added to its gradient (weight decay as torch's optimizers have it); more draws them to zero",
-    )
-    accumulate: int = Field(
-        1,
-        ge=1,
-        le=1_000_000,
-        description="batches of a trainer whose mean gradient makes one step of its dense part; more is as a larger "
-        "batch that need not fit into memory; rows are stepped with every batch",
-    )
+    l2: float = Field(0.0, ge=0)
+    """penalty of the dense part's weights, not of biases and norms: with each step so many times the weight is added to
+    its gradient (weight decay as torch's optimizers have it); more draws them to zero"""
+    accumulate: int = Field(1, ge=1, le=1_000_000)
+    """batches of a trainer whose mean gradient makes one step of its dense part; more is as a larger batch that need
+    not fit into memory; rows are stepped with every batch"""
     clip_norm: float | None = Field(None, gt=0, description="a dense gradient of a larger L2 norm is scaled down to it")
-    warmup_samples: int | None = Field(
-        None,
-        ge=0,
-        description="samples of the job over which both learning rates rise from 0; more starts more gently; "
-        "null is a twentieth of the run (50,000 at most), or 20 steps of all workers (a quarter of the run at most) if "
-        "that is more",
-    )
-    decay: Literal["none", "linear", "cosine"] = Field(
-        "none", description="how both learning rates fall after the warm-up, to final_lr at the end"
-    )
+    warmup_samples: int | None = Field(None, ge=0)
+    """samples of the job over which both learning rates rise from 0; more starts more gently; null is a twentieth of
+    the run (50,000 at most), or 20 steps of all workers (a quarter of the run at most) if that is more"""
+    decay: Literal["none", "linear", "cosine"] = "none"
+    """how both learning rates fall after the warm-up, to final_lr at the end"""
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of initial values and of the order of the data")
-    prefetch: int | None = Field(
-        None,
-        ge=0,
-        le=64,
-        description="pulls under way per worker; more hides a slower network and adds staleness; null is 0 in process "
-        "and where workers wait for each other in rounds, else 2",
-    )
-    emulate_step_ms: float | None = Field(
-        None,
-        gt=0,
-        le=LONGEST_S * 1e3,
-        description="each step lasts at least this long, as on a slower machine; results say so",
-    )
-    stragglers: str | None = Field(
-        None,
-        min_length=1,
-        description="with emulate_step_ms: who is slow when, for instance share=0.25,slow=3-10,for_s=60,seed=1",
-    )
-    emulate_compute: bool = Field(
-        True,
-        description="false with emulate_step_ms: wait instead of computing, to study servers and networks with more "
-        "trainers than cores; nothing is learned",
-    )
-    time_limit: str | None = Field(
-        None,
-        description="training ends after so long, as 90s, 30m, 2h or 1d, or with data.epochs if that comes first; the "
-        "state is then saved and tested, and --resume goes on for as long again",
-    )
-    save_every_s: float | None = Field(
-        None, gt=0, le=EMULATED_S, description="seconds between checkpoints; None saves at the end only"
-    )
-    keep: int = Field(
-        2,
-        ge=1,
-        description="newest checkpoints kept that share no file, each with what it builds on; more takes more disk",
-    )
-    checkpoint_dir: str | None = Field(
-        None, description="where checkpoints go, any fsspec path; None for OUT/checkpoints"
-    )
-    validate_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = Field(
-        None,
-        description="training rows between validations on the rows of data.valid, or epoch; more costs less time. null "
-        "is epoch where there is data.valid",
-    )
-    measures: tuple[str, ...] = Field(
-        (),
-        description="measured on validation and test rows beside AUC, NE, log loss and calibration: gauc(COLUMN), "
-        "ndcg@K(COLUMN), pr_auc, rmse, mae, poisson_deviance, and metrics of torchmetrics as package.module:Class",
-    )
-    best_by: str = Field(
-        "auc",
-        min_length=1,
-        description="measure of the validation that says which checkpoint is the best: that is kept beside train.keep, "
-        "tested and exported: auc, ne, logloss or one as of measures, behind LABEL/ if not of the first label. "
-        "Left out, ne where that is no click",
-    )
-    min_delta: float = Field(
-        0.0, ge=0, description="a validation is better by more than this; more ends training sooner"
-    )
-    patience: int | None = Field(
-        None,
-        ge=1,
-        description="training ends after so many validations in a row that were not better than the best; null never "
-        "ends it early",
-    )
-    plateau_patience: int | None = Field(
-        None,
-        ge=1,
-        description="both learning rates fall after so many validations in a row that were not better; null leaves "
-        "them as they are",
-    )
+    prefetch: int | None = Field(None, ge=0, le=64)
+    """pulls under way per worker; more hides a slower network and adds staleness; null is 0 in process and where
+    workers wait for each other in rounds, else 2"""
+    emulate_step_ms: float | None = Field(None, gt=0, le=LONGEST_S * 1e3)
+    """each step lasts at least this long, as on a slower machine; results say so"""
+    stragglers: str | None = Field(None, min_length=1)
+    """with emulate_step_ms: who is slow when, for instance share=0.25,slow=3-10,for_s=60,seed=1"""
+    emulate_compute: bool = True
+    """false with emulate_step_ms: wait instead of computing, to study servers and networks with more trainers than
+    cores; nothing is learned"""
+    time_limit: str | None = None
+    """training ends after so long, as 90s, 30m, 2h or 1d, or with data.epochs if that comes first; the state is then
+    saved and tested, and --resume goes on for as long again"""
+    save_every_s: float | None = Field(None, gt=0, le=EMULATED_S)
+    """seconds between checkpoints; None saves at the end only"""
+    keep: int = Field(2, ge=1)
+    """newest checkpoints kept that share no file, each with what it builds on; more takes more disk"""
+    checkpoint_dir: str | None = None
+    """where checkpoints go, any fsspec path; None for OUT/checkpoints"""
+    validate_every: Annotated[int, Field(ge=1)] | Literal["epoch"] | None = None
+    """training rows between validations on the rows of data.valid, or epoch; more costs less time. null is epoch where
+    there is data.valid"""
+    measures: tuple[str, ...] = ()
+    """measured on validation and test rows beside AUC, NE, log loss and calibration: gauc(COLUMN), ndcg@K(COLUMN),
+    pr_auc, rmse, mae, poisson_deviance, and metrics of torchmetrics as package.module:Class"""
+    best_by: str = Field("auc", min_length=1)
+    """measure of the validation that says which checkpoint is the best: that is kept beside train.keep, tested and
+    exported: auc, ne, logloss or one as of measures, behind LABEL/ if not of the first label. Left out, ne where that
+    is no click"""
+    min_delta: float = Field(0.0, ge=0)
+    """a validation is better by more than this; more ends training sooner"""
+    patience: int | None = Field(None, ge=1)
+    """training ends after so many validations in a row that were not better than the best; null never ends it early"""
+    plateau_patience: int | None = Field(None, ge=1)
+    """both learning rates fall after so many validations in a row that were not better; null leaves them as they are"""
     plateau_factor: float = Field(0.5, gt=0, lt=1, description="what the learning rates are multiplied with then")
 
     @pydantic.field_validator("validate_every", mode="before")
@@ -414,20 +319,14 @@ class AggregationConfig(Choice):
     """How gradients make global steps, in place of replicas that are merged; the method's own options go beside
     these keys."""
 
-    method: str | None = Field(
-        None, description="the gradient method, which takes the place of sync.method; null merges replicas"
-    )
-    global_batch: int | None = Field(
-        None,
-        ge=1,
-        description="samples of a global step, whatever the number of workers; a multiple of train.batch_size; null is "
-        "one batch of each worker",
-    )
-    rows: Literal["containing", "buffer"] = Field(
-        "containing",
-        description="a row's gradient is the mean over the batches that contain it, or the sum over all batches of the "
-        "step, as in one large batch",
-    )
+    method: str | None = None
+    """the gradient method, which takes the place of sync.method; null merges replicas"""
+    global_batch: int | None = Field(None, ge=1)
+    """samples of a global step, whatever the number of workers; a multiple of train.batch_size; null is one batch of
+    each worker"""
+    rows: Literal["containing", "buffer"] = "containing"
+    """a row's gradient is the mean over the batches that contain it, or the sum over all batches of the step, as in one
+    large batch"""
 
 
 class CodecConfig(Choice):
@@ -454,133 +353,79 @@ class CompressionConfig(Section):
 class RecoveryConfig(Section):
     """What is saved while a job runs, and what happens when an embedding server dies."""
 
-    mode: Annotated[str, MemberOf("shadowsync.recovery.policy:RecoveryPolicy", also=("auto",))] | None = Field(
-        None,
-        description="after a failure everybody goes back to the last checkpoint (full), or only the replacement of the "
-        "dead server (partial); auto takes the cheaper one by what it measures; null is auto on a cluster and where "
-        "failures are injected, else none",
-    )
-    priority: Annotated[str, MemberOf("shadowsync.recovery.priority:RowPriority")] = Field(
-        "all",
-        description="partial: save all rows at once, or a share of them more often: those that changed most (scar), "
-        "that were used most (mfu), or a sample of those used (ssu)",
-    )
-    target_pls: float = Field(
-        0.1, gt=0, le=1, description="partial: portion of samples that may be lost; more saves less often"
-    )
-    share: float = Field(
-        0.125, gt=0, le=1, description="of the rows in a save by priority; more saves more rows and less often"
-    )
-    min_rows: int = Field(
-        100_000, ge=1, description="only tables of at least so many rows are saved by priority, the others whole"
-    )
-    interval_s: float | None = Field(
-        None,
-        gt=0,
-        le=EMULATED_S,
-        description="seconds between saves; more loses more at a failure; null leaves it to the mode",
-    )
-    prior_fail_s: float = Field(
-        100_800.0,
-        gt=0,
-        le=EMULATED_S,
-        description="seconds between failures, as believed before any was seen; more saves less often at first",
-    )
-    prior_save_s: float = Field(
-        60.0, ge=0, le=EMULATED_S, description="seconds that a save costs, as believed before the first one"
-    )
-    prior_load_s: float | None = Field(
-        None,
-        ge=0,
-        le=EMULATED_S,
-        description="seconds that loading costs, as believed before the first one; null: as a save",
-    )
-    prior_restart_s: float = Field(
-        15.0,
-        ge=0,
-        le=EMULATED_S,
-        description="seconds until a server is replaced, as believed before the first failure",
-    )
-    emulate_job_s: float | None = Field(
-        None,
-        gt=0,
-        le=EMULATED_S,
-        description="in one process: the job stands for one of so many seconds; saves and failures follow that clock, "
-        "each costs what prior_*_s say, and nobody waits for it",
-    )
-    inject: str | None = Field(
-        None, min_length=1, description="failures to cause, for instance gamma:mean_s=5,seed=3 or at:30+60,unit=s"
-    )
+    mode: Annotated[str, MemberOf("shadowsync.recovery.policy:RecoveryPolicy", also=("auto",))] | None = None
+    """after a failure everybody goes back to the last checkpoint (full), or only the replacement of the dead server
+    (partial); auto takes the cheaper one by what it measures; null is auto on a cluster and where failures are
+    injected, else none"""
+    priority: Annotated[str, MemberOf("shadowsync.recovery.priority:RowPriority")] = "all"
+    """partial: save all rows at once, or a share of them more often: those that changed most (scar), that were used
+    most (mfu), or a sample of those used (ssu)"""
+    target_pls: float = Field(0.1, gt=0, le=1)
+    """partial: portion of samples that may be lost; more saves less often"""
+    share: float = Field(0.125, gt=0, le=1)
+    """of the rows in a save by priority; more saves more rows and less often"""
+    min_rows: int = Field(100_000, ge=1)
+    """only tables of at least so many rows are saved by priority, the others whole"""
+    interval_s: float | None = Field(None, gt=0, le=EMULATED_S)
+    """seconds between saves; more loses more at a failure; null leaves it to the mode"""
+    prior_fail_s: float = Field(100_800.0, gt=0, le=EMULATED_S)
+    """seconds between failures, as believed before any was seen; more saves less often at first"""
+    prior_save_s: float = Field(60.0, ge=0, le=EMULATED_S)
+    """seconds that a save costs, as believed before the first one"""
+    prior_load_s: float | None = Field(None, ge=0, le=EMULATED_S)
+    """seconds that loading costs, as believed before the first one; null: as a save"""
+    prior_restart_s: float = Field(15.0, ge=0, le=EMULATED_S)
+    """seconds until a server is replaced, as believed before the first failure"""
+    emulate_job_s: float | None = Field(None, gt=0, le=EMULATED_S)
+    """in one process: the job stands for one of so many seconds; saves and failures follow that clock, each costs what
+    prior_*_s say, and nobody waits for it"""
+    inject: str | None = Field(None, min_length=1)
+    """failures to cause, for instance gamma:mean_s=5,seed=3 or at:30+60,unit=s"""
 
 
 class ClusterConfig(Section):
     """Where roles run."""
 
-    runtime: Literal["auto", "inprocess", "processes", "ray"] = Field(
-        "auto",
-        description="where roles run: threads, processes on this machine, or on a Ray cluster; auto takes "
-        "processes for several trainers on four cores and more, and says so",
-    )
-    address: str | None = Field(
-        None,
-        description="of the Ray cluster to join, host:port or auto; null starts one of its own on this machine",
-    )
-    dense_servers: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="servers that share the dense part; more shortens the sync gap, or a global step",
-    )
-    readers: int | None = Field(
-        None, ge=1, le=1024, description="processes that parse; more feeds more trainers; null is one per machine"
-    )
-    placement: Literal["together", "apart"] = Field(
-        "together", description="trainers share machines with embedding servers, or keep off them"
-    )
-    server_memory_gib: float | None = Field(
-        None, gt=0, description="what one embedding server may hold; null leaves it to the machines' memory"
-    )
+    runtime: Literal["auto", "inprocess", "processes", "ray"] = "auto"
+    """where roles run: threads, processes on this machine, or on a Ray cluster; auto takes processes for several
+    trainers on four cores and more, and says so"""
+    address: str | None = None
+    """of the Ray cluster to join, host:port or auto; null starts one of its own on this machine"""
+    dense_servers: int = Field(1, ge=1, le=1024)
+    """servers that share the dense part; more shortens the sync gap, or a global step"""
+    readers: int | None = Field(None, ge=1, le=1024)
+    """processes that parse; more feeds more trainers; null is one per machine"""
+    placement: Literal["together", "apart"] = "together"
+    """trainers share machines with embedding servers, or keep off them"""
+    server_memory_gib: float | None = Field(None, gt=0)
+    """what one embedding server may hold; null leaves it to the machines' memory"""
     trainer_cpus: float = Field(1.0, ge=0, le=1024, description="CPUs reserved for a trainer; more keeps others off")
     server_cpus: float = Field(0.0, ge=0, le=1024, description="CPUs reserved for an embedding or dense server")
-    trainer_resource: str | None = Field(
-        None, min_length=1, description="Ray resource that machines of trainers and readers must have"
-    )
-    server_resource: str | None = Field(
-        None, min_length=1, description="Ray resource that machines of embedding and dense servers must have"
-    )
+    trainer_resource: str | None = Field(None, min_length=1)
+    """Ray resource that machines of trainers and readers must have"""
+    server_resource: str | None = Field(None, min_length=1)
+    """Ray resource that machines of embedding and dense servers must have"""
     min_trainers: int = Field(1, ge=1, le=1024, description="with fewer for lost_after_s, the job saves and ends")
-    max_trainers: int | None = Field(
-        None, ge=1, le=1024, description="trainers may join up to so many while it runs; null is train.trainers"
-    )
-    lost_after_s: float = Field(
-        60.0,
-        ge=2,
-        le=LONGEST_S,
-        description="silence after which a role is given up; more rides out longer cuts of the network",
-    )
+    max_trainers: int | None = Field(None, ge=1, le=1024)
+    """trainers may join up to so many while it runs; null is train.trainers"""
+    lost_after_s: float = Field(60.0, ge=2, le=LONGEST_S)
+    """silence after which a role is given up; more rides out longer cuts of the network"""
 
 
 class ReportConfig(Section):
     """What is shown and written."""
 
-    every_s: float = Field(
-        1.0, gt=0, le=LONGEST_S, description="seconds between progress lines and rows of metrics.jsonl"
-    )
+    every_s: float = Field(1.0, gt=0, le=LONGEST_S)
+    """seconds between progress lines and rows of metrics.jsonl"""
     window: int = Field(100_000, ge=1, description="samples in the window of NE; more is smoother and slower to react")
-    callbacks: tuple[str, ...] = Field(
-        (),
-        description="what else is told of the run: mlflow, wandb, or package.module:Class of a shadowsync.Callback",
-    )
+    callbacks: tuple[str, ...] = ()
+    """what else is told of the run: mlflow, wandb, or package.module:Class of a shadowsync.Callback"""
     tensorboard: bool = Field(True, description="write TensorBoard events")
     html: bool = Field(True, description="write report.html")
-    prometheus_port: int | None = Field(
-        None, ge=0, le=65535, description="port on which Prometheus finds the job's figures; 0 takes a free one"
-    )
-    prometheus_host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        description="address on which that port is opened; 0.0.0.0 lets everybody read them who can reach this machine",
-    )
+    prometheus_port: int | None = Field(None, ge=0, le=65535)
+    """port on which Prometheus finds the job's figures; 0 takes a free one"""
+    prometheus_host: str = Field("127.0.0.1", min_length=1)
+    """address on which that port is opened; 0.0.0.0 lets everybody read them who can reach this machine"""
 
 
 class Config(Section):

@@ -135,7 +135,7 @@ def _of_member(member: type[Any]) -> tuple[Option, ...]:
 
 
 def _option(name: str, field: FieldInfo, kind: Any) -> Option:
-    return Option(name, _type(kind), _default(field), (field.description or "").rstrip("."))
+    return Option(name, _type(kind), _default(field), " ".join((field.description or "").split()).rstrip("."))
 
 
 def _described(hint: Any, field: dataclasses.Field[Any], attributes: Mapping[str, str]) -> FieldInfo:

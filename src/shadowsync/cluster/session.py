@@ -113,8 +113,8 @@ class Session:
         self.tables = make_tables(config, self.schema, own.tables, choices.model, own.model)
         job = self._make_job(own)
         module = make_module(self.config, self.choices, self.schema, self.tables, job.model)
-        self.job = job = replace(job, computing=computing_here(config, module), processor=processor())
         self.template = job.replica(module)
+        self.job = job = replace(job, computing=computing_here(config, module), processor=processor())
         kind = choices.source.tasks[0].kind
         self.recorder = Recorder(self.config.train.trainers, self.config.report.window, kind=kind)
         self.ended = threading.Event()

@@ -1,8 +1,11 @@
-# The one door for people and CI. Everything is installed into .venv from requirements.lock and torch.lock.
+# The one door for people and CI. What running needs is installed into .venv from requirements.lock and torch.lock, and
+# what tests and checks need beside it from dev.lock, when one of them is first made.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Processes that a test starts load what was compiled before them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -19,31 +22,31 @@ QUICK := tests/house tests/aggregation tests/compression tests/recovery tests/sy
 train: $(STAMP)  ## Trains the demo and says where the report is.
 	@$(BIN)/shadowsync train $(ARGS)
 
-test: $(STAMP)  ## Runs every test, in two processes that share them out until the end.
+test: $(DEV)  ## Runs every test, in two processes that share them out until the end.
 	@$(BIN)/pytest -n 2 --dist worksteal
 
-quick: $(STAMP)  ## Runs what answers within a minute, without starting processes.
+quick: $(DEV)  ## Runs what answers within a minute, without starting processes.
 	@$(BIN)/pytest -n 2 --dist worksteal $(QUICK)
 
-older: $(STAMP)  ## Trains, and tests what depends on the processor, as on one with AVX2 only and on one with SSE4.1 only.
+older: $(DEV)  ## Trains, and tests what depends on the processor, as on one with AVX2 only and on one with SSE4.1 only.
 	@ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(MAKE) --no-print-directory capped
 	@ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(MAKE) --no-print-directory capped
 
-capped: $(STAMP)
+capped: $(DEV)
 	@$(BIN)/shadowsync train data.rows=50000 --out $$(mktemp -d)/run
 	@$(BIN)/pytest -n 2 --dist worksteal $(OLDER)
 
-lint: $(STAMP)  ## Checks style and format.
+lint: $(DEV)  ## Checks style and format.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(STAMP)  ## Checks types.
+types: $(DEV)  ## Checks types.
 	@$(BIN)/mypy
 
 docs: $(STAMP)  ## Writes the configuration reference from the schema.
 	@$(BIN)/python docs/make_configuration.py
 
-site: $(STAMP)  ## Builds the docs as a site in build/site; whatever is odd about it is an error.
+site: $(DEV)  ## Builds the docs as a site in build/site; whatever is odd about it is an error.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site: build/site/index.html"
 
@@ -53,7 +56,12 @@ clean:  ## Removes the virtual environment and caches; keeps runs/.
 $(STAMP): requirements.lock torch.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned requirements into $(VENV) (once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r torch.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --require-hashes -r requirements.lock
+	@$(PIP) -r torch.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $(STAMP)
+
+$(DEV): $(STAMP) dev.lock
+	@echo "installing the pinned requirements of tests and checks into $(VENV) (once) ..."
+	@$(PIP) --no-deps --require-hashes -r dev.lock
+	@touch $(DEV)

@@ -254,7 +254,9 @@ def write_data(
 
 @sources.command("inspect")
 def inspect_data(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="The rows: a file, a folder, a glob or a URL.")],
+    path: Annotated[
+        str, typer.Argument(metavar="FILE", help="The rows: a file, a glob, a URL, or a folder with data.name=csv.")
+    ],
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="[data.key=value …]", help="Options of the source, data.label=clicked."),

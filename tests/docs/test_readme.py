@@ -22,6 +22,7 @@ from shadowsync import Job
 from shadowsync.choices import choose_all
 from shadowsync.cli import app
 from shadowsync.config import parse
+from shadowsync.models.model import ModelSpec
 from shadowsync.registry import members
 from shadowsync.report.result import read_result
 from shadowsync.sync.method import SyncMethod
@@ -134,6 +135,8 @@ def test_the_map_has_every_folder_of_the_package() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     for package in (ROOT / "src/shadowsync").glob("*/__init__.py"):
         assert f"`{package.parent.name}/`" in page
+    (line,) = re.findall(r"^\| `models/` \|.*$", page, re.M)
+    assert set(members("shadowsync.models", ModelSpec)) <= set(re.findall(r"\w+", line))
 
 
 def test_the_make_targets_that_are_described_exist() -> None:

@@ -45,6 +45,7 @@ FORMS = {
     "one id in a matrix": (lambda t, b: t["a"](b.ids("user")), nn.Embedding(9, 2), ("columns", 1)),
     "columns": (lambda t, b: t["a"](b.ids("user", "item", "user")), nn.Embedding(9, 2), ("columns", 3)),
     "as long as the longest": (lambda t, b: t["a"](b["recent"]), nn.Embedding(9, 2), ("rows", 1)),
+    "cut to the first ids": (lambda t, b: t["a"](b["recent"][:, :3]), nn.Embedding(9, 2), ("rows", 1)),
     "of one length": (lambda t, b: t["a"](b.padded("recent", 4)), nn.Embedding(9, 2), ("columns", 4)),
     "too long": (lambda t, b: t["a"](b.padded("recent", 200)), nn.Embedding(9, 2), ("rows", 1)),
     "not of samples": (lambda t, b: t["a"](torch.arange(3)).sum(0) + b.dense, nn.Embedding(9, 2), ("rows", 1)),
@@ -180,6 +181,14 @@ def test_what_cannot_be_served_is_named(name: str) -> None:
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
+class Negatives(Tables):
+    """Looks ids up a second time where it is trained."""
+
+    def forward(self, batch: Any) -> Tensor:
+        found = super().forward(batch)
+        return found + self.tables["b"](batch["item"]).sum(1) if self.training else found
+
+
 BAD = {
     "too few rows": (only(nn.Embedding(4, 2)), {}, ("tables.a is asked for row 8", "rows 0 to 3")),
     "floats": (Tables(lambda t, b: t["a"](b["price"]), a=nn.Embedding(9, 2)), {}, ("tables.a", "torch.float32")),
@@ -190,6 +199,10 @@ BAD = {
         Tables(lambda t, b: t["a"](b["user"]) + (t["b"](b["user"]) if len(b.dense) > 6 else 0),
                a=nn.Embedding(9, 2), b=nn.Embedding(9, 2)),
         {}, ("tables.b", "for some rows and not for others"),
+    ),
+    "training": (
+        Negatives(lambda t, b: t["a"](b["user"]), a=nn.Embedding(9, 2), b=nn.Embedding(9, 2)),
+        {}, ("tables.b", "in training and not in evaluation"),
     ),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ the second one they answer with the vectors, and compare.
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,8 +34,9 @@ _LEAST, _MOST = 1e-37, 1 - 2**-24
 """Between them lie all probabilities of float32 but 0 and 1, which have no logit, and no gradient in PyTorch either."""
 _MOST_COLUMNS = 128
 """Ids per sample of one look-up that are asked for side by side; of more each distinct row crosses."""
-_PROBED = ((5, 3), (8, 6))
-"""Samples, and ids of one sample at most, of the batches that a module is tried with."""
+_PROBED = ((5, 3), (8, 6), (4, 1))
+"""Samples, and ids of one sample at most, of the batches that a module is tried with: a width that is fixed is the same
+for lists of one id and for longer ones."""
 
 
 Noted = list[tuple["Served", Call]]
@@ -314,20 +316,22 @@ class Wrapped(nn.Module):
         """
         made = copy.copy(self)
         made.initial, made.schema = self.initial, schema
-        passes = [self._tried(made, *sizes, weighted) for sizes in _PROBED]
+        passes = [tried for sizes in _PROBED for tried in self._tried(made, *sizes, weighted)]
         made.sites = tuple(_sites(self.tables, passes))
         made._recorder = _Recorder(self.model)
         return made
 
-    def _tried(self, made: "Wrapped", samples: int, longest: int, weighted: bool) -> tuple[int, Noted]:
-        """The look-ups of a made-up batch, which depend on nothing but its ids and dense columns."""
+    def _tried(self, made: "Wrapped", samples: int, longest: int, weighted: bool) -> list[tuple[int, Noted]]:
+        """The look-ups of a made-up batch in training and in evaluation, which depend on nothing but its ids and dense
+        columns."""
         assert made.schema is not None
         results = []
-        for recorder, make in ((_Recorder(self.model, whole=True), torch.randn), (_Recorder(self.model), torch.zeros)):
+        for training, whole in ((True, True), (True, False), (False, False)):
             try:
                 with torch.random.fork_rng(devices=[]):
                     batch = _made_up(made.schema, samples, longest, weighted)
-                    results.append(recorder.note(made._bind(), batch, True, None, make))
+                    recorder, make = _Recorder(self.model, whole), torch.randn if whole else torch.zeros
+                    results.append(recorder.note(made._bind(), batch, training, None, make))
             except ShadowSyncError:
                 raise
             except Exception as error:  # whatever the user's module raises
@@ -335,13 +339,16 @@ class Wrapped(nn.Module):
                     f"the model {class_of(self)} cannot be called with what inputs makes of a batch "
                     f"({blamed(error)}): say what its forward takes with shadowsync.wrap(model, inputs=lambda batch: …)"
                 ) from error
-        whole, quick = results
-        if not whole:
+        first, quick, evaluated = results
+        if not first:
             raise ConfigError(f"the model {class_of(self)} looks nothing up when it is called")
-        for (served, one), (other, two) in zip(whole, quick, strict=False):
+        for (served, one), (other, two) in zip(first, quick, strict=False):
             if served.path != other.path or not _same(one, two, weights=False):
                 raise _unsteady(served.path)
-        return samples, whole
+        for here, there in itertools.zip_longest(*([served.path for served, _ in each] for each in (first, evaluated))):
+            if here != there:
+                raise _branching(str(here or there), "in training and not in evaluation, or the other way round")
+        return [(samples, first), (samples, evaluated)]
 
     def ask(self, batch: Batch, training: bool) -> tuple[Jagged, LookedUp]:
         """What servers are to be asked for before the module is called with a batch, and what it is called with.
@@ -592,13 +599,12 @@ def _made_up(schema: Schema, samples: int, longest: int, weighted: bool) -> Inpu
 
 
 def _sites(tables: Mapping[str, tuple[int, int]], passes: Sequence[tuple[int, Noted]]) -> Iterator[Site]:
-    """What a module looks up, from two passes with different numbers of samples."""
-    (_, first), (_, second) = passes
+    """What a module looks up, from passes with different numbers of samples."""
     seen: dict[str, int] = {}
-    for number in range(max(len(first), len(second))):
+    for number in range(max(len(found) for _, found in passes)):
         calls = [(samples, *found[number]) for samples, found in passes if number < len(found)]
         served = calls[0][1]
-        if len(calls) < len(passes) or calls[1][1].path != served.path:
+        if len(calls) < len(passes) or any(other.path != served.path for _, other, _ in calls):
             raise _branching(served.path)
         seen[served.path] = seen.get(served.path, 0) + 1
         name = served.path + (f"#{seen[served.path]}" if seen[served.path] > 1 else "")
@@ -616,10 +622,10 @@ def _form(served: Served, calls: Sequence[tuple[int, Call]]) -> tuple[Literal["c
         if bags and not learnt and served.mode in ("sum", "mean"):
             return ("sum", 1) if served.mode == "sum" else ("mean", 1)
         return "rows", 1
-    shapes = [call.ids.shape for _, call in calls]
-    columns = math.prod(shapes[0][1:])
-    even = all(shape[:1] == (samples,) for shape, (samples, _) in zip(shapes, calls, strict=True))
-    if even and shapes[0][1:] == shapes[1][1:] and 1 <= columns <= _MOST_COLUMNS:
+    even = all(call.ids.shape[:1] == (samples,) for samples, call in calls)
+    widths = {call.ids.shape[1:] for _, call in calls}
+    columns = math.prod(min(widths))
+    if even and len(widths) == 1 and 1 <= columns <= _MOST_COLUMNS:
         return "columns", columns
     return "rows", 1
 
@@ -653,10 +659,10 @@ def _unsteady(path: str) -> ConfigError:
     )
 
 
-def _branching(path: str) -> ConfigError:
+def _branching(path: str, when: str = "for some rows and not for others") -> ConfigError:
     return ConfigError(
-        f"{path} is looked up for some rows and not for others: its rows can be served if every call of the model "
-        "makes the same look-ups in the same order (with no ids, if need be)"
+        f"{path} is looked up {when}: its rows can be served if every call of the model makes the same look-ups in the "
+        "same order (with no ids, if need be)"
     )
 
 

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import polars as pl
+import torch
+from torch import Tensor
 
 from shadowsync.config import Config
 from shadowsync.data.labels import Task, column
@@ -13,9 +14,12 @@ from shadowsync.data.source import OpenSource, Slice
 from shadowsync.data.splits import whole
 from shadowsync.data.tables import OpenTable
 from shadowsync.errors import ConfigError
-from shadowsync.metrics.named import Wanted, wanted
+from shadowsync.metrics.named import Measure, Wanted, wanted
 from shadowsync.metrics.quality import Scored, TestMetrics, evaluate_scores
 from shadowsync.registry import nearest
+
+_MADE_UP = {"logloss": (0.0, 1.0, 0.0, 1.0), "mse": (0.5, 2.5, 1.5, 3.0), "poisson": (0.0, 3.0, 1.0, 2.0)}
+"""Labels of four rows by their kind, which measures are tried on."""
 
 
 class Measuring:
@@ -31,6 +35,32 @@ class Measuring:
         self._groups: dict[str, pl.Series] = {}
         for name in {measure.column for measure in self.wanted.measures} - {None}:
             _values(rows, rows.slices(EVALUATION_ROWS)[0], str(name))  # what is wrong with it is said before training
+        self._asked = self._tried()
+
+    def _tried(self) -> dict[str, list[Measure]]:
+        """Of each label the measures that can be made of four rows with such labels: one that is code takes what it
+        takes.
+
+        Raises:
+            ConfigError: one can be made of no label, or not of that by which validations are compared.
+        """
+        found: dict[str, list[Measure]] = {task.name: [] for task in self._tasks}
+        for measure in self.wanted.measures:
+            errors = {}
+            for task in self._tasks:
+                if task.kind not in measure.kinds:
+                    continue
+                try:
+                    rows = _frame(task, torch.tensor([0.5, 1.0, 0.2, 2.0]), torch.tensor(_MADE_UP[task.kind]))
+                    measure.value(rows.with_columns(group=pl.Series([0, 0, 1, 1])))
+                    found[task.name].append(measure)
+                except ConfigError as error:
+                    errors[measure.name if task is self._tasks[0] else f"{task.name}/{measure.name}"] = error
+            if self.wanted.best_by in errors:
+                raise errors[self.wanted.best_by]
+            if errors and not any(measure in asked for asked in found.values()):
+                raise next(iter(errors.values()))
+        return found
 
     def of(self, scored: Scored) -> TestMetrics:
         """Of all rows that can be used, in their order."""
@@ -41,19 +71,9 @@ class Measuring:
     def _of_task(self, number: int, task: Task, scored: Scored) -> TestMetrics:
         logits, labels = column(scored.logits, number), column(scored.labels, number)
         plain = evaluate_scores(logits, labels, weights=scored.weights, task=task)
-        if not (asked := [measure for measure in self.wanted.measures if task.kind in measure.kinds]) or not len(
-            labels
-        ):
+        if not (asked := self._asked[task.name]) or not len(labels):
             return plain
-        logits, weights = logits.double(), np.ones(len(labels)) if scored.weights is None else scored.weights.numpy()
-        rows = pl.DataFrame(
-            {
-                "logit": logits.numpy(),
-                "prediction": task.family.predict(logits).numpy(),
-                "label": (labels.long() if task.clicks else labels.double()).numpy(),
-                "weight": weights.astype(np.float64),
-            }
-        )
+        rows = _frame(task, logits, labels, scored.weights)
         values = {}
         for measure in asked:
             groups = [] if measure.column is None else [self._group(measure.column)]
@@ -73,6 +93,19 @@ class Measuring:
                 ) from error
             self._groups[name] = values.fill_null(0).cast(pl.Int64).alias("group")
         return self._groups[name]
+
+
+def _frame(task: Task, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> pl.DataFrame:
+    """What measures are made of, but for their groups."""
+    logits, weights = logits.double(), torch.ones(len(labels)) if weights is None else weights
+    return pl.DataFrame(
+        {
+            "logit": logits.numpy(),
+            "prediction": task.family.predict(logits).numpy(),
+            "label": (labels.long() if task.clicks else labels.double()).numpy(),
+            "weight": weights.double().numpy(),
+        }
+    )
 
 
 def _values(rows: OpenSource, part: Slice, name: str) -> pl.Series:

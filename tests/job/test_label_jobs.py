@@ -326,6 +326,19 @@ def test_a_column_that_makes_no_groups_is_said_before_training(tmp_path: Path) -
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
+def test_a_metric_is_tried_on_each_label_before_training(tmp_path: Path) -> None:
+    """It is measured on the labels that it can be fed, and refused if there are none, or not that of best_by."""
+    right, ranks = "torchmetrics.classification:BinaryF1Score", "torchmetrics.retrieval:RetrievalMRR"
+    test = Job(answering(tmp_path, rows=60, train={"measures": [right]}), out=tmp_path / "out").run().test
+    assert [task for task, of in test.tasks.items() if right in of.measures] == ["label"]
+    refused = {ranks: {"train": {"measures": [ranks]}}}
+    refused[right] = {"train": {"best_by": f"watched/{right}"}, "data": {"valid": {"fraction": 0.3}}}
+    for number, (name, sections) in enumerate(refused.items()):
+        config = answering(tmp_path, rows=60, **sections)
+        fails(Job(config, out=tmp_path / str(number)).run, ConfigError, f"{name} cannot be measured")
+        assert not (tmp_path / str(number) / "checkpoints").exists()
+
+
 def test_the_objective_of_a_job_is_that_of_its_labels(tmp_path: Path) -> None:
     job = Job(answering(tmp_path, rows=10))
     logits, labels = torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 1.0]])

@@ -7,6 +7,7 @@ begins as in any run. The position in the data, counts, validations and learning
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import polars as pl
@@ -156,7 +157,8 @@ class Start:
     def _dense(self, session: Session) -> DenseImage:
         """All trainers begin at what the run that was before is evaluated with."""
         template, method = session.template, session.choices.method
-        same_model = self._is_same_model(session.config, session.choices)
+        others = self._others(session)
+        same_model = not others and self._is_same_model(session.config, session.choices)
         shapes = {name: torch.Size(shape) for name, shape in self._state.layout.items()}
         slots = {slot.name: slot for slot in laid_out(shapes.items())} if same_model else {}
         taken = [slot for slot in template.slots if slot.name in slots and slots[slot.name].shape == slot.shape]
@@ -174,10 +176,23 @@ class Start:
             there = self.saved.dense.get(f"replica.0.{name}")
             if is_buffer(name) and same_model and there is not None and there.numel() == tensor.numel():
                 tensor.copy_(there.view_as(tensor))
-        self._tell_dense(template, shapes, {slot.name for slot in taken}, same)
+        self._tell_dense(template, shapes, {slot.name for slot in taken}, same, others)
         state = method.init(tensors["weight"])
         images = tuple(TrainerImage(tensors, state) for _ in range(session.dense_copies))
         return DenseImage(images, tensors["weight"])
+
+    def _others(self, session: Session) -> str:
+        """Which columns, or labels, are as many as they were and others, or in another order: what was learnt of one
+        would be taken for another. Empty if all are the same; a single label may have another name, and a wrapped model
+        says itself which columns it takes."""
+        tasks, schemas = (self._source.tasks, session.choices.source.tasks), (self._state.schema, session.schema)
+        pairs: dict[str, list[list[Any]]] = {
+            "labels": [[(task.name if len(of) > 1 else "", task.kind) for task in of] for of in tasks]
+        }
+        if not isinstance(session.job.model, Wrapped):
+            pairs["dense columns"] = [[*schema.dense] for schema in schemas]
+            pairs["features"] = [[feature.name for feature in schema.features] for schema in schemas]
+        return next((what for what, (was, now) in pairs.items() if len(was) == len(now) and was != now), "")
 
     def _mean(self, name: str, elements: int) -> Tensor:
         """The final weights, or the mean of what the optimizer kept for each replica."""
@@ -186,11 +201,14 @@ class Start:
         ranks = range(self._state.trainers)
         return torch.stack([self.saved.dense_tensor(f"replica.{rank}.{name}", elements) for rank in ranks]).mean(0)
 
-    def _tell_dense(self, template: Replica, shapes: Mapping[str, torch.Size], taken: set[str], same: bool) -> None:
+    def _tell_dense(
+        self, template: Replica, shapes: Mapping[str, torch.Size], taken: set[str], same: bool, others: str
+    ) -> None:
         now = {slot.name: slot.shape for slot in template.slots}
-        self._tell("dense part", f"{len(shapes)} parameters", f"{len(now)} parameters", f"{len(taken)} parameters")
+        found = f"begins anew: its {others} are others, or in another order" if others else f"{len(taken)} parameters"
+        self._tell("dense part", f"{len(shapes)} parameters", f"{len(now)} parameters", found)
         for name in [*now, *(name for name in shapes if name not in now)]:
-            if name not in taken:
+            if name not in taken and not others:
                 was, form = (list(of[name]) if name in of else "" for of in (shapes, now))
                 self._tell(f"parameter {name}", was, form, "begins anew" if name in now else "left behind")
         if not same:

@@ -105,6 +105,33 @@ def test_what_means_something_else_begins_anew_and_is_told(
     assert any(sentence.startswith("begins with samples-") for sentence in decided(tmp_path / "two"))
 
 
+@pytest.mark.parametrize("what", ["dense columns", "features", "labels"])
+def test_columns_and_labels_in_another_order_are_not_taken_for_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = columns(tmp_path / "monday.parquet", ["tea", "milk"], rows=40)
+    more = {"bought": pl.col("label"), "cost": -pl.col("price"), "friend": pl.col("user")}
+    pl.read_parquet(rows).with_columns(**more).write_parquet(rows)
+    config = settings(rows, model={"name": "mmoe", "experts": 2, "expert": [4], "top": [4], "embedding_dim": 4})
+    each: dict[str, Any] = {
+        "dense": ["price", "cost"],
+        "categorical": ["user", "friend"],
+        "labels": {"label": "logloss", "bought": "logloss"},
+    }
+    config["data"] |= each
+    Job(config, out=tmp_path / "one").run()
+    Job(config, out=tmp_path / "same", start_from=tmp_path / "one").run()
+    assert "begins anew" not in capsys.readouterr().err
+    key = {"dense columns": "dense", "features": "categorical"}.get(what, what)
+    turned = dict(reversed(each[key].items())) if key == "labels" else each[key][::-1]
+    config["data"] |= {key: turned}
+    Job(config, out=tmp_path / "two", start_from=tmp_path / "one").run()
+    told = capsys.readouterr().err
+    assert re.search(f"dense part .* begins anew: its {what} are others, or in another order", told)
+    assert "parameter" not in told.replace("parameters", "")
+
+
 def test_a_run_that_began_so_is_resumed_without_the_other_folder(tmp_path: Path) -> None:
     """Its first checkpoint is what it began with."""
     config = configuration(columns(tmp_path / "monday.parquet", ["tea", "milk"]))

@@ -147,7 +147,8 @@ def open_store(folder: Path, place: str | None = None) -> CheckpointStore:
         key = advice({"train.checkpoint_dir": stored})
         raise ConfigError(
             f"{folder}: its checkpoints are said to be at {stored}, and a stored place on another machine is not "
-            f"followed: if they are yours add {key} (evaluate, predict and export: --checkpoints)"
+            f"followed: if they are yours add {key} to --resume, or --checkpoints to evaluate, predict and export; for "
+            f"--from copy them to {folder / 'checkpoints'} and take train.checkpoint_dir out of {folder / CONFIG_FILE}"
         )
     return CheckpointStore(checkpoint_root(folder, stored))
 

@@ -84,6 +84,7 @@ def test_checkpoints_on_another_machine_are_where_the_user_says(shadowsync: Comm
     assert_sentence(shadowsync("evaluate", "out", "--checkpoints", "memory://other"), 2, ["memory://other"])
     assert shadowsync("evaluate", "out", "--checkpoints", place).status == 0
     assert_sentence(shadowsync("train", "--resume", "out", "data.epochs=2"), 2, [f"add train.checkpoint_dir={place}"])
+    assert_sentence(shadowsync("train", "--from", "out"), 2, ["for --from copy them to out/checkpoints"])
     assert shadowsync("train", "--resume", "out", "data.epochs=2", f"train.checkpoint_dir={place}").status == 0
 
 

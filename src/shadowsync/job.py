@@ -29,7 +29,8 @@ from shadowsync.cluster.manager import cpus_needed, resources_needed
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, SplitConfig, load, merge, parse, read_given, with_data, with_written
 from shadowsync.data.files import large_columns, largest_column
-from shadowsync.data.labels import Loss
+from shadowsync.data.frame import TableOptions
+from shadowsync.data.labels import Loss, Task
 from shadowsync.data.leases import Position
 from shadowsync.data.source import OpenSource, settled
 from shadowsync.data.splits import PARTS, open_parts, whole
@@ -49,6 +50,7 @@ from shadowsync.measuring import Measuring
 from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.memory.shared import can_share
 from shadowsync.metrics.history import About, Frame
+from shadowsync.metrics.named import compared_by
 from shadowsync.metrics.quality import EXTREME_NATS, Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity, Units
 from shadowsync.models.wrapping import check_called
@@ -163,7 +165,9 @@ class Job:
         runtime, self.why_there = where_roles_run(asked, self.own)
         self.config = with_runtime(asked, runtime)
         self.choices = choose_all(self.config, own_model=model is not None)
-        own_losses(self.choices.source.tasks, loss)
+        source = self.choices.source
+        if not (isinstance(source, TableOptions) and source.undeclared and not source.labels):  # else it is to be found
+            own_losses(source.tasks, loss)
 
     def run(
         self,
@@ -322,13 +326,15 @@ class _Run:
         if self.saved is not None:
             self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
             _check_split(self.saved, self.config)
-            _check_measure(self.saved, self.config)
-            _check_losses(self.saved, self.choices, job.own)
+            _check_measure(self.saved, self.config, self.choices.source.tasks)
         self.start = None if job.start_from is None else Start(job.start_from)
         if self.start is None:
             self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
         else:
+            for sentence in self.start.saved.skipped:
+                self._print(sentence)
             self.config, self.choices = self.start.prepared(self.config, self.choices)
+        self._check_losses()
         train, valid, test = open_sources(self.config, self.choices)
         self.config, self.choices = _settled(self.config, self.choices, whole(train))
         for source in (train, valid, test):
@@ -366,6 +372,20 @@ class _Run:
             "on_checkpoint", f"{checkpoint_root(job.out, self.config.train.checkpoint_dir)}/{name}", samples
         )
         self.validation = None if valid is None else Validation(self.session, self.keeping, valid, self._tell)
+
+    def _check_losses(self) -> None:
+        """Raises `ConfigError` if functions of the user's own are none of the labels', or if a resumed run would not
+        learn by those that it learnt by; says so of a run that begins with what was learnt by them."""
+        given = own_losses(self.choices.source.tasks, self.job.own.loss)
+        saved = self.start.saved if self.start is not None else self.saved
+        if saved is None or not (missing := sorted({*job_state(saved).own_losses} - {*given})):
+            return
+        was = f"{saved.name} was trained with a loss of your own for {', '.join(missing)}"
+        if self.start is None:
+            raise ConfigError(f"{was}: go on from Python with shadowsync.Job(config, loss=…, resume=…)")
+        self._print(
+            f"{was}, which this run lacks: give it as shadowsync.Job(config, loss=…, start_from=…) if it is to go on"
+        )
 
     def _load(self, store: CheckpointStore) -> LoadedCheckpoint | None:
         if self.job.resume == self.job.out and store.newest() is not None:
@@ -828,22 +848,13 @@ def _check_split(saved: LoadedCheckpoint, config: Config) -> None:
             )
 
 
-def _check_measure(saved: LoadedCheckpoint, config: Config) -> None:
+def _check_measure(saved: LoadedCheckpoint, config: Config, tasks: Sequence[Task]) -> None:
     """Raises `ConfigError` if validations would be compared by another measure than the best one so far."""
-    was, now = parse(saved.config).train.best_by, config.train.best_by
+    was, now = (compared_by(train, tasks) for train in (parse(saved.config).train, config.train))
     if config.data.valid is not None and was != now and course_of(saved).best is not None:
         raise ConfigError(
             f"train.best_by={now}: {saved.name} knows its best validation by {was}, which cannot be compared: leave it "
             "as it was"
-        )
-
-
-def _check_losses(saved: LoadedCheckpoint, choices: Choices, own: Own) -> None:
-    """Raises `ConfigError` if labels would not be learnt by the functions of the user's own that they were."""
-    if missing := sorted({*job_state(saved).own_losses} - {*own_losses(choices.source.tasks, own.loss)}):
-        raise ConfigError(
-            f"{saved.name} was trained with a loss of your own for {', '.join(missing)}: go on from Python with "
-            "shadowsync.Job(config, loss=…, resume=…)"
         )
 
 

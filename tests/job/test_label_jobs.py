@@ -339,6 +339,28 @@ def test_a_metric_is_tried_on_each_label_before_training(tmp_path: Path) -> None
         assert not (tmp_path / str(number) / "checkpoints").exists()
 
 
+def test_numbers_are_compared_by_ne_whether_that_is_said_or_not(tmp_path: Path) -> None:
+    data = {"labels": {"watched": "mse"}, "valid": {"fraction": 0.3}, "epochs": 1}
+    config = answering(tmp_path, rows=60, data=data)
+    Job(config, out=tmp_path / "out").run()
+    said = {**config, "data": {**config["data"], "epochs": 2}, "train": {**config["train"], "best_by": "ne"}}
+    result = Job(said, out=tmp_path / "out", resume=tmp_path / "out").run()
+    assert result.validation.best_by == "ne"
+
+
+@pytest.mark.parametrize("loss", [squared, {"clicked": squared}], ids=["function", "map"])
+def test_a_loss_of_ones_own_is_that_of_a_label_that_is_found(tmp_path: Path, loss: Any) -> None:
+    config = answering(tmp_path, rows=60)
+    pl.read_parquet(tmp_path / "rows.parquet").rename({"label": "clicked"}).write_parquet(tmp_path / "rows.parquet")
+    config |= {"data": {"path": str(tmp_path / "rows.parquet")}}
+    for epochs in (1, 2):
+        config["data"]["epochs"] = epochs
+        resume = {"resume": tmp_path / "out"} if epochs == 2 else {}
+        result = Job(config, out=tmp_path / "out", loss=loss, **resume).run()
+    assert result.data.trained_samples == 120
+    fails(Job(config, out=tmp_path / "x", loss={"label": squared}).run, ConfigError, "loss names 'label'")
+
+
 def test_the_objective_of_a_job_is_that_of_its_labels(tmp_path: Path) -> None:
     job = Job(answering(tmp_path, rows=10))
     logits, labels = torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 1.0]])

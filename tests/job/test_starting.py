@@ -1,6 +1,7 @@
 """Runs that begin with what another one has learnt: one run where nothing changed, grown where it did."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import polars as pl
 import pytest
 import torch
 from job_helpers import SMALL_DLRM, checkpoints, decided, fails, settings, train_counted, weights, write_rows
+from torch.nn import functional as F
 from wrapped_models import ByName, clicks_settings, write_clicks
 
 from shadowsync import Job, Trained, wrap
@@ -130,6 +132,25 @@ def test_columns_and_labels_in_another_order_are_not_taken_for_each_other(
     told = capsys.readouterr().err
     assert re.search(f"dense part .* begins anew: its {what} are others, or in another order", told)
     assert "parameter" not in told.replace("parameters", "")
+
+
+def test_what_is_lost_of_the_run_before_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that another one stands for, and a loss that no configuration names."""
+    config = settings(write_rows(tmp_path / "rows.parquet", 20), model=SMALL_DLRM)
+    one, losses = tmp_path / "one", {"loss": partial(F.binary_cross_entropy_with_logits, reduction="none")}
+    Job(config, out=one, **losses).run()
+    longer = merge(config, {"data": {"epochs": 2}}, [])
+    Job(longer, out=one, resume=one, **losses).run()
+    newest = checkpoints(one)[-1]
+    for file in newest.rglob("*.safetensors"):
+        file.write_bytes(b"")
+    capsys.readouterr()
+    Job(config, out=tmp_path / "two", start_from=one).run()
+    told = capsys.readouterr().err
+    assert newest.name in told
+    assert "was trained with a loss of your own for label, which this run lacks" in told
+    Job(config, out=tmp_path / "three", start_from=one, **losses).run()
+    assert "loss of your own" not in capsys.readouterr().err
 
 
 def test_a_run_that_began_so_is_resumed_without_the_other_folder(tmp_path: Path) -> None:

@@ -153,15 +153,20 @@ class Wanted:
     higher: bool
 
 
+def compared_by(train: TrainConfig, tasks: Sequence[Task]) -> str:
+    """`train.best_by`; left open, labels that are no clicks are compared by NE."""
+    return train.best_by if tasks[0].clicks or "best_by" in train.model_fields_set else "ne"
+
+
 def wanted(train: TrainConfig, tasks: Sequence[Task]) -> Wanted:
-    """What `train.measures` and `train.best_by` ask for; left open, labels that are no clicks are compared by NE.
+    """What `train.measures` and `train.best_by` ask for.
 
     Raises:
         ConfigError: one is not known, cannot be measured on the labels, or cannot be compared.
     """
     always = [name for task in tasks for name in ALWAYS[task.kind]]
     found = {name: named("train.measures", name) for name in dict.fromkeys((*train.measures, *always))}
-    best_by = train.best_by if tasks[0].clicks or "best_by" in train.model_fields_set else "ne"
+    best_by = compared_by(train, tasks)
     label = next((task for task in tasks[1:] if best_by.startswith(f"{task.name}/")), tasks[0])
     name = best_by if label is tasks[0] else best_by.removeprefix(f"{label.name}/")
     if name not in PLAIN and name not in found:

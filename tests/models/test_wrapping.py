@@ -46,6 +46,11 @@ FORMS = {
     "columns": (lambda t, b: t["a"](b.ids("user", "item", "user")), nn.Embedding(9, 2), ("columns", 3)),
     "as long as the longest": (lambda t, b: t["a"](b["recent"]), nn.Embedding(9, 2), ("rows", 1)),
     "cut to the first ids": (lambda t, b: t["a"](b["recent"][:, :3]), nn.Embedding(9, 2), ("rows", 1)),
+    "three ids at least": (
+        lambda t, b: t["a"](b["recent"]).unfold(1, 3, 1).sum((1, 3)),
+        nn.Embedding(9, 2),
+        ("rows", 1),
+    ),
     "of one length": (lambda t, b: t["a"](b.padded("recent", 4)), nn.Embedding(9, 2), ("columns", 4)),
     "too long": (lambda t, b: t["a"](b.padded("recent", 200)), nn.Embedding(9, 2), ("rows", 1)),
     "not of samples": (lambda t, b: t["a"](torch.arange(3)).sum(0) + b.dense, nn.Embedding(9, 2), ("rows", 1)),

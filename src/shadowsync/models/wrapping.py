@@ -13,7 +13,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,7 +36,11 @@ _MOST_COLUMNS = 128
 """Ids per sample of one look-up that are asked for side by side; of more each distinct row crosses."""
 _PROBED = ((5, 3), (8, 6), (4, 1))
 """Samples, and ids of one sample at most, of the batches that a module is tried with: a width that is fixed is the same
-for lists of one id and for longer ones."""
+for lists of one id and for longer ones. Where it takes no lists so short the others decide."""
+
+
+class _CannotBeCalled(ConfigError):
+    """The module raised with a made-up batch."""
 
 
 Noted = list[tuple["Served", Call]]
@@ -316,7 +320,10 @@ class Wrapped(nn.Module):
         """
         made = copy.copy(self)
         made.initial, made.schema = self.initial, schema
-        passes = [tried for sizes in _PROBED for tried in self._tried(made, *sizes, weighted)]
+        passes: list[tuple[int, Noted]] = []
+        for samples, longest in _PROBED:
+            with suppress(_CannotBeCalled) if longest == 1 else nullcontext():
+                passes += self._tried(made, samples, longest, weighted)
         made.sites = tuple(_sites(self.tables, passes))
         made._recorder = _Recorder(self.model)
         return made
@@ -335,7 +342,7 @@ class Wrapped(nn.Module):
             except ShadowSyncError:
                 raise
             except Exception as error:  # whatever the user's module raises
-                raise ConfigError(
+                raise _CannotBeCalled(
                     f"the model {class_of(self)} cannot be called with what inputs makes of a batch "
                     f"({blamed(error)}): say what its forward takes with shadowsync.wrap(model, inputs=lambda batch: …)"
                 ) from error

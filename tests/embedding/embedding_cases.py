@@ -17,7 +17,7 @@ from shadowsync.compression.wire import WireCounter
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding import optimizers
 from shadowsync.embedding.client import EmbeddingClient, Pulled
-from shadowsync.embedding.fbgemm_storage import FbgemmStorage
+from shadowsync.embedding.fbgemm_storage import FbgemmStorage, twins_lead
 from shadowsync.embedding.optimizers import Adam, RowOptimizer, RowwiseAdagrad
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
@@ -31,9 +31,18 @@ from shadowsync.rpc.kept import USUAL, KeptLimits
 needs_fbgemm = pytest.mark.skipif(
     importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"
 )
+
+
+class OtherProcessor(FbgemmStorage):
+    """Steps rows by the code that is the slower one here."""
+
+    _twins_lead = staticmethod(lambda: not twins_lead())
+
+
 STORAGES = [
     pytest.param(TorchStorage, id="torch"),
     pytest.param(FbgemmStorage, id="fbgemm", marks=needs_fbgemm),
+    pytest.param(OtherProcessor, id="fbgemm as on another processor", marks=needs_fbgemm),
 ]
 # an eps large enough to be seen
 OPTIMIZERS = [RowwiseAdagrad(0.01), Adam(0.01, 0.9, 0.999), optimizers.SGD()]

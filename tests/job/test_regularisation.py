@@ -93,6 +93,7 @@ def test_one_worker_is_a_plain_loop(tmp_path: Path, model: dict[str, Any], by: s
     """Under a gradient method, too, where the modules run at the workers and the parameters are moved elsewhere."""
     config = job_config(
         tmp_path,
+        data={"dense": ["x"]},  # numbers of rows, up to a hundred, would have a norm take differences of large sums
         model=model,
         embedding={"optimizer": "sgd", "lr": 0.1, "l2": 0.01},
         train={"optimizer": "sgd", "lr": 0.1},

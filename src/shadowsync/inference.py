@@ -23,7 +23,7 @@ from shadowsync.data.batch import Batch
 from shadowsync.data.csv import Csv
 from shadowsync.data.files import FileOptions, FileRows, large_columns
 from shadowsync.data.frame import TableOptions, batch_of
-from shadowsync.data.labels import Task, answers
+from shadowsync.data.labels import Task, answers, predicted
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.reader import batches
 from shadowsync.data.source import OpenSource, Schema, Source
@@ -137,7 +137,8 @@ class Trained:
             raise ConfigError(
                 f"{folder} trained a module of your own: give it with shadowsync.Trained({str(folder)!r}, {how})"
             )
-        self._unfollowed = unfollowed({"data": saved.config.get("data")}, Path(folder))
+        uncalled = without(saved.config, "data", "labels").get("data")  # no loss is called any more
+        self._unfollowed = unfollowed({"data": uncalled}, Path(folder))
         if isinstance(model, str):
             stored["model"] = {**stored.get("model", {}), "name": model}
         elif code is not None:
@@ -226,8 +227,10 @@ class Trained:
     def predict(
         self, data: object, out: Path | str | None = None, keep: Sequence[str] = ()
     ) -> NDArray[np.float32] | int:
-        """The probability of each row, in the rows' order, float32 `[T]`; with `out` they are written, with `logit`,
-        and how many is returned.
+        """What is predicted of each row, in the rows' order, float32 `[R]`, or `[R, T]` of T labels; with `out` it is
+        written, beside the logits, and how many rows is returned.
+
+        Of clicks it is the probability, of counts and numbers their mean.
 
         The rows are at a path, or with no `out` in memory: a table of polars, pandas, pyarrow or Hugging Face, a dict
         of columns, or an iterable of those. They may be without labels; `out` is parquet or CSV as its name ends.
@@ -245,12 +248,12 @@ class Trained:
             if out is not None:
                 return self._write(data, Path(out), keep)
             with contextlib.closing(self.rows(data, labelled=False)) as opened:
-                return score(self._predict, opened)[0].sigmoid().numpy()
+                return predicted(self.choices.source.tasks, score(self._predict, opened)[0]).numpy()
         if out is not None:
             raise ConfigError("predict: rows in memory are not written: leave out=… out, or give the path of the rows")
-        if not (found := [self._predict(batch).sigmoid() for batch in self._batches(data)]):
+        if not (found := [self._predict(batch) for batch in self._batches(data)]):
             raise DataError("data holds no rows")
-        return torch.cat(found).numpy()
+        return predicted(self.choices.source.tasks, torch.cat(found)).numpy()
 
     def _batches(self, rows: object) -> Iterator[Batch]:
         """Rows in memory, whose columns are those of the run's, or are called like the model's features."""
@@ -286,10 +289,10 @@ class Trained:
         learnt = getattr(self.choices.source, "learnt", None)
         values = {} if learnt is None else learnt.values
         column = next((one for one in (name, *table.features) if one in values), None)
-        if column is None:
+        if column is None or isinstance(self.module, Wrapped):  # which names its tables as it likes
             return Embeddings(pl.int_range(len(vectors), eager=True).to_numpy(), vectors)
         given = values[column].values
-        return Embeddings(given.to_numpy(), vectors[table.rows - len(given) :])
+        return Embeddings(given.to_numpy(), vectors[2 : 2 + len(given)])
 
     def evaluate(self, data: Path | str | None = None) -> TestMetrics:
         """Quality on the run's test rows, or on those at `data`."""

@@ -139,7 +139,7 @@ def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
         )
     with contextlib.closing(_opened(choices, config)) as opened:
         looks = look(opened, choices.source.label, choices.source.answers)
-    given = config.data.model_dump(mode="json", exclude_unset=True)
+    given = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
     return _table(looks), yaml_of(looks, {key: value for key, value in given.items() if key not in _OF_COLUMNS})
 
 

@@ -25,6 +25,7 @@ from shadowsync.data.frame import TableOptions
 from shadowsync.data.values import Values, words
 from shadowsync.errors import ConfigError
 from shadowsync.models.wrapping import Wrapped
+from shadowsync.places import advice, unfollowed
 from shadowsync.preparing import prepared
 from shadowsync.registry import option_names
 from shadowsync.runs import load_trained
@@ -63,6 +64,11 @@ class Start:
             inherited = {name: kept[name] for name in names if name in kept and name not in config.data.options}
             if before.learnt is None and "standardise" not in config.data.options:
                 inherited["standardise"] = False  # as by the version that trained it
+            if code := unfollowed({"data": inherited}, self._folder):
+                raise ConfigError(
+                    f"{self._folder} names code of its own, which is not run unless you name it ({', '.join(code)}): "
+                    f"if it is yours give {advice(code)}"
+                )
             if inherited:
                 config = with_data(config, **inherited)
                 choices = choose_all(config, choices.model is None)

@@ -47,6 +47,9 @@ def test_the_configuration_is_shown_alone_where_it_is_not_written(shadowsync: Co
     assert said.status == 0
     assert "200 of 200 rows" in said.err
     Path("shown.yaml").write_text(said.out)
+    split = ("data.test.column=price", "data.test.from=6.5")
+    assert shadowsync("data", "inspect", "log.parquet", *split, "--out", "split.yaml").status == 0
+    assert shadowsync("train", "split.yaml", *SMALL, "--out", "split").status == 0
     assert shadowsync("data", "inspect", "log.parquet", "--out", "written.yaml").status == 0
     assert Path("shown.yaml").read_text() == Path("written.yaml").read_text()
 

@@ -130,7 +130,10 @@ def test_mlflow_has_parameters_figures_and_files(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     given = config(
-        tmp_path, report={"callbacks": ["mlflow"], "html": True}, data={"test_path": str(tmp_path / "rows.parquet")}
+        tmp_path,
+        report={"callbacks": ["mlflow"], "html": True},
+        data={"test_path": str(tmp_path / "rows.parquet"), "valid": {"last": 20}},
+        train={"measures": ["gauc(c0)"]},
     )
     result = Job(given, out=tmp_path / "out").run()
     (run,) = mlflow.search_runs(output_format="list")
@@ -139,6 +142,7 @@ def test_mlflow_has_parameters_figures_and_files(tmp_path: Path, monkeypatch: py
     assert result.test is not None
     assert run.data.metrics["test/auc"] == pytest.approx(result.test.auc)
     assert len(run.data.metrics) > 5
+    assert "valid/gauc_c0_" in run.data.metrics, "MLflow takes no parentheses"
     files = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
     assert files == {FILE_NAME, "report.html"}
 
@@ -147,9 +151,9 @@ def test_weights_and_biases_has_the_run_offline(tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("wandb", reason="pip install wandb to test it")
     for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(key, value)
-    Job(config(tmp_path, report={"callbacks": ["wandb"]}), out=tmp_path / "out").run()
-    assert not [told for told in decided(tmp_path / "out") if "callback" in told]
-    assert list((tmp_path / "out").rglob("*.wandb"))
+    Job(config(tmp_path, report={"callbacks": ["wandb"]}), out=tmp_path / "lr=0.1").run()
+    assert not [told for told in decided(tmp_path / "lr=0.1") if "callback" in told]
+    assert list((tmp_path / "lr=0.1").rglob("*.wandb"))
 
 
 # --- time ------------------------------------------------------------------------------------------------------------

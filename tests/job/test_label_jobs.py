@@ -124,6 +124,9 @@ def test_result_table_predictions_and_export_have_every_label(tmp_path: Path) ->
         "visits_prediction",
         "visits_logit",
     ]
+    wanted = predicted.select("label_probability", "watched_prediction", "visits_prediction").to_numpy()
+    np.testing.assert_allclose(trained.predict(unlabelled), wanted, rtol=1e-6)
+    np.testing.assert_allclose(trained.predict(pl.read_parquet(unlabelled)), wanted, rtol=1e-6)
     truth = pl.read_parquet(tmp_path / "test.parquet")
     error = ((predicted["watched_prediction"] - truth["watched"]) ** 2).mean() ** 0.5
     assert error == pytest.approx(result.test.tasks["watched"].measures["rmse"], rel=1e-4)
@@ -255,6 +258,7 @@ def squared(logits: Tensor, labels: Tensor) -> Tensor:
 def test_a_loss_of_ones_own_is_learnt_by_and_asked_for_again(tmp_path: Path) -> None:
     config = answering(tmp_path, data={"labels": {"label": f"{__name__}:squared"}})
     named = Job(config, out=tmp_path / "named").run()
+    assert Trained(tmp_path / "named").evaluate().auc == pytest.approx(named.test.auc, abs=1e-6)
     config["data"]["labels"] = {"label": "logloss"}
     given = Job(config, out=tmp_path / "given", loss=squared).run()
     assert given.test.auc == pytest.approx(named.test.auc, abs=1e-6)
@@ -262,6 +266,12 @@ def test_a_loss_of_ones_own_is_learnt_by_and_asked_for_again(tmp_path: Path) -> 
     for name, tensor in weights(tmp_path / "given").items():
         torch.testing.assert_close(tensor, weights(tmp_path / "named")[name], msg=name)
     assert Trained(tmp_path / "given").evaluate().auc == pytest.approx(given.test.auc, abs=1e-6)
+    from_file = {"data": {"path": config["data"]["path"]}}
+    fails(
+        Job(from_file, out=tmp_path / "x", start_from=tmp_path / "named").run,
+        ConfigError,
+        "names code of its own, which is not run unless you name it (data.labels)",
+    )
     more = {**config, "data": {**config["data"], "epochs": 4}}
     fails(
         Job(more, out=tmp_path / "given", resume=tmp_path / "given").run,

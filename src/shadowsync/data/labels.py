@@ -125,6 +125,12 @@ def column(values: Tensor, task: int) -> Tensor:
     return values if values.dim() == 1 else values[:, task]
 
 
+def predicted(tasks: Sequence[Task], logits: Tensor) -> Tensor:
+    """The mean labels that logits stand for, `[B]` or `[B, T]` as they are."""
+    found = [task.family.predict(column(logits, number)) for number, task in enumerate(tasks)]
+    return found[0] if logits.dim() == 1 else torch.stack(found, dim=1)
+
+
 def answers(tasks: Sequence[Task], logits: Tensor) -> dict[str, Tensor]:
     """Predictions and logits of each task, `[B]` each, as files of predictions and exports call them."""
     found = {}

@@ -5,7 +5,8 @@ client's that is active already is written into, and left open.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,15 +52,21 @@ class MLflow(_Tracker):
         self.client.log_params({key: words.setting(value)[:_LONGEST] for key, value in flat(config).items()})
 
     def on_frame(self, frame: Frame) -> None:
-        self.client.log_metrics(dict(scalars(frame)), step=frame.samples)
+        self._log(scalars(frame), frame.samples)
+
+    def _log(self, figures: Iterable[tuple[str, float]], samples: int) -> None:
+        named = {re.sub(r"[^/\w.\- ]", "_", key): value for key, value in figures}  # no parentheses, no @
+        self.client.log_metrics(named, step=samples)
 
     def on_end(self, result: Result | None, error: BaseException | None) -> None:
-        if result is not None:
-            self.client.log_metrics(dict(final_scalars(result)), step=result.data.trained_samples)
-            for path in self.files():
-                self.client.log_artifact(path)
-        if self.own:
-            self.client.end_run("FINISHED" if error is None else "FAILED")
+        try:
+            if result is not None:
+                self._log(final_scalars(result), result.data.trained_samples)
+                for path in self.files():
+                    self.client.log_artifact(path)
+        finally:
+            if self.own:
+                self.client.end_run("FINISHED" if error is None else "FAILED")
 
 
 class WeightsAndBiases(_Tracker):
@@ -76,11 +83,14 @@ class WeightsAndBiases(_Tracker):
         self.run.log(dict(scalars(frame)), step=frame.samples)
 
     def on_end(self, result: Result | None, error: BaseException | None) -> None:
-        if result is not None:
-            self.run.summary.update(dict(final_scalars(result)))
-            artifact = self.client.Artifact(f"run-{self.folder.name}", type="result")
-            for path in self.files():
-                artifact.add_file(path)
-            self.run.log_artifact(artifact)
-        if self.own and self.run is not None:
-            self.run.finish(exit_code=0 if error is None else 1)
+        try:
+            if result is not None:
+                self.run.summary.update(dict(final_scalars(result)))
+                name = re.sub(r"[^a-zA-Z0-9_.-]", "-", f"run-{self.folder.name}")
+                artifact = self.client.Artifact(name, type="result")
+                for path in self.files():
+                    artifact.add_file(path)
+                self.run.log_artifact(artifact)
+        finally:
+            if self.own and self.run is not None:
+                self.run.finish(exit_code=0 if error is None else 1)

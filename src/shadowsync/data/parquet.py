@@ -41,8 +41,8 @@ class Parquet(TableSource):
 
     A categorical column holds integers or strings, or lists of either (multi-hot, empty lists allowed). With
     `hash_size` its values are hashed to `[1, hash_size)` and a missing one takes row 0; without, integers are used as
-    they are and must lie in `[0, rows)`. A missing dense value counts as the mean, or as 0
-    where columns are not standardised.
+    they are and must lie in `[0, rows)`. A missing dense value counts as the mean, or as 0 where columns are not
+    standardised.
     """
 
     name: ClassVar[str] = "parquet"

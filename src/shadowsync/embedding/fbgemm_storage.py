@@ -7,8 +7,8 @@ floats: pull 0.34 ms, push with row-wise Adagrad 0.57 ms.
 
 The backward steps a table that one feature looks up by a kernel made for it, and one that several share by plain code.
 That kernel mixes SSE with AVX instructions, which on Intel processors since Ice Lake takes a microsecond for each row,
-fifteen times as long as the plain code. So both are timed, and where the kernel loses, a feature that has a
-table of its own gets a twin without ids and columns, and with it the plain code.
+fifteen times as long as the plain code. So both are timed, and where the kernel loses, a feature that has a table of
+its own gets a twin without ids and columns, and with it the plain code.
 
 `B` samples, `T` features of a request.
 """
@@ -18,7 +18,7 @@ import importlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -275,31 +275,35 @@ def _request(
     order: tuple[int, ...] | None = None,
     columns: Tensor | None = None,
 ) -> Request:
-    rows_before, row_bits = torch.tensor(before), int(math.log2(before[-1]) + 1)
+    request = Request(
+        order=order,
+        columns=columns,
+        restore=None if columns is None else columns.argsort(),
+        weights_offsets=torch.tensor(weights),
+        rows_offsets=torch.tensor(rows),
+        d_offsets=torch.tensor([0, *accumulate(dims)], dtype=torch.int32),
+        rows_before=torch.tensor(before),
+        placements=torch.zeros(len(dims), dtype=torch.int32),
+        max_dim=max(dims),
+        row_bits=int(math.log2(before[-1]) + 1),
+        width=sum(dims),
+    )
+    return replace(request, twins=_with_twins(request, dims))
 
-    def described(bags: list[int], twins: Request | None) -> Request:
-        features = [bag % len(dims) for bag in bags]
-        widths = [
-            dim if bag == feature else 0
-            for bag, feature, dim in zip(bags, features, [dims[f] for f in features], strict=True)
-        ]
-        return Request(
-            order=order,
-            columns=columns,
-            restore=None if columns is None else columns.argsort(),
-            weights_offsets=torch.tensor(weights)[features],
-            rows_offsets=torch.tensor(rows)[features],
-            d_offsets=torch.tensor([0, *accumulate(widths)], dtype=torch.int32),
-            rows_before=torch.cat([rows_before[features], rows_before[-1:]]),
-            placements=torch.zeros(len(features), dtype=torch.int32),
-            max_dim=max(dims),
-            row_bits=row_bits,
-            width=sum(dims),
-            bags=torch.tensor(bags) if len(bags) > len(dims) else None,
-            twins=twins,
-        )
 
-    alone = {feature for feature, number in enumerate(before[:-1]) if before[:-1].count(number) == 1}
-    each = range(len(dims))
-    bags = [bag for feature in each for bag in ((feature, len(dims) + feature) if feature in alone else (feature,))]
-    return described(list(each), described(bags, None) if alone else None)
+def _with_twins(request: Request, dims: list[int]) -> Request | None:
+    count, tables = len(dims), request.rows_before[:-1].tolist()
+    bags = [b for f in range(count) for b in ((f, count + f) if tables.count(tables[f]) == 1 else (f,))]
+    if len(bags) == count:
+        return None
+    features = torch.tensor(bags) % count
+    widths = [dims[bag] if bag < count else 0 for bag in bags]
+    return replace(
+        request,
+        weights_offsets=request.weights_offsets[features],
+        rows_offsets=request.rows_offsets[features],
+        d_offsets=torch.tensor([0, *accumulate(widths)], dtype=torch.int32),
+        rows_before=torch.cat([request.rows_before[features], request.rows_before[-1:]]),
+        placements=torch.zeros(len(bags), dtype=torch.int32),
+        bags=torch.tensor(bags),
+    )

@@ -160,8 +160,8 @@ def choose_computing(precision: str, kernels: str, device: str, module: nn.Modul
     asked = None if kernels == "auto" else parse_kernels(kernels)
     layers = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
     chosen = precision if precision != "auto" else ("bf16" if native else "fp32")
-    compared = precision == "auto" and native and kind == "cpu"
     runs = kind == "cpu" and onednn_runs(_dtype(chosen))
+    compared = precision == "auto" and native and runs
     timed = {}
     if compared or (runs and asked is None):
         timed = timed_products(layers, batch_size, PRECISIONS if compared else [chosen])

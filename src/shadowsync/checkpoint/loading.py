@@ -40,7 +40,8 @@ from shadowsync.errors import CheckpointError
 
 KEPT_BLOCKS = 4
 """More lets more tensors of a table be read side by side, a run of rows at a time, without reading a block twice."""
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 4 << 20
+"""Of the rows that are read at once; small, since they go on to their server in one message."""
 
 
 class Layer:

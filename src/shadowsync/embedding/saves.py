@@ -28,9 +28,11 @@ MOST_BYTES = 64 << 20
 """Rows in one message."""
 COPY_S = 20.0
 """Deadline of each call of a save: rather no checkpoint than one for which all wait so long."""
-CHUNK_BYTES = 16 << 20
-UNDER_WAY = 2
-"""Chunks asked for or given at once: one crosses while the next is copied."""
+CHUNK_BYTES = 4 << 20
+"""Of one message. From about 16 MiB on each message is memory that the kernel maps and clears anew, at the cost of as
+much processor time as encrypting it where that is a virtual machine's."""
+UNDER_WAY = 4
+"""Chunks asked for or given at once: some cross while the next is copied."""
 
 T = TypeVar("T")
 

@@ -28,7 +28,6 @@ from machine import describe, table
 
 from shadowsync import Job
 from shadowsync.config import load
-from shadowsync.errors import MissingExtra
 
 ONE = ("train.trainers=1", "train.workers=1", "report.html=false", "report.tensorboard=false", "report.every_s=0.5")
 CORES = (8, 16, 32, 64)
@@ -37,15 +36,11 @@ WARM = 200
 
 
 def knocker() -> Any:
-    """Not started.
-
-    Raises:
-        MissingExtra: it is not installed.
-    """
+    """Not started; ends the script where it is not installed."""
     try:
         from gilknocker import KnockKnock  # noqa: PLC0415 for this script only
     except ImportError as error:
-        raise MissingExtra("this needs gilknocker: pip install gilknocker") from error
+        sys.exit(f"this needs gilknocker ({error}): pip install gilknocker")
     return KnockKnock(polling_interval_micros=100, sampling_interval_micros=1_000, sleeping_interval_micros=1_000)
 
 

@@ -124,19 +124,26 @@ class Chaos:
         self._under_repair: list[Future[None]] = []
         self.struck: list[Struck] = []
 
-    def watch(self, process: "subprocess.Popen[Any]", failures: Sequence[Failure], expected_s: float) -> float:
-        """Until the run ends.
+    def watch(
+        self,
+        process: "subprocess.Popen[Any]",
+        failures: Sequence[Failure],
+        expected_s: float,
+        limit_s: float = TIMEOUT_S,
+    ) -> float:
+        """Until the run ends, or is ended.
 
         Args:
             process: the run's.
             failures: in the order of their time.
             expected_s: training time of an undisturbed run.
+            limit_s: after so long the run is killed.
 
         Returns:
             Seconds from the first samples to the end.
         """
         began: float | None = None
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + limit_s
         coming = list(failures)
         while process.poll() is None and time.monotonic() < deadline:
             now = time.monotonic()

@@ -54,6 +54,8 @@ SHARES = (0.125, 0.25, 0.5)
 MIN_ROWS = 1000
 """Of the demo's tables: those with fewer rows are saved whole."""
 HOSTS, LOST_EVERY_S, AWAY_S = 3, 30.0, 3.0
+LIMIT = 8
+"""A real run that takes so many times as long as it should is killed."""
 REAL = (
     *("data.name=synthetic", f"data.table_rows={list(KAGGLE_ROWS)}".replace(" ", "")),
     *("data.test_rows=0", "train.trainers=3", "train.batch_size=1024", "embedding.servers=3"),
@@ -215,10 +217,11 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
             command = train_command(out, [*QUIET, *REAL, f"data.rows={rows}", *recovery])
             process = testbed.run(0, command, stdout=said, stderr=subprocess.STDOUT)
             chaos = Chaos(testbed, RunFiles(out), testbed.ray_start, silent=False)
-            chaos.watch(process, [] if mode == "none" else lost_hosts(number, seconds), seconds)
+            failures = [] if mode == "none" else lost_hosts(number, seconds)
+            chaos.watch(process, failures, seconds, LIMIT * seconds)
         lost = len(chaos.struck)
         if process.returncode or not (out / "result.json").exists():
-            return {"error": log.read_text()[-500:], "hosts lost": lost}
+            return {"error": f"status {process.returncode}: {log.read_text()[-500:]}", "hosts lost": lost}
         found = json.loads((out / "result.json").read_text())
     return {
         "hosts lost": lost,
@@ -235,7 +238,7 @@ def real(mode: str, number: int, seconds: float) -> dict[str, Any]:
 def lost_hosts(number: int, seconds: float) -> list[Failure]:
     """One every `LOST_EVERY_S` on average, for longer than a run takes; its node comes back soon, empty."""
     dice, at, failures = random.Random(number), 0.0, []
-    while at < 5 * seconds:
+    while at < LIMIT * seconds:
         at += dice.gammavariate(4.0, LOST_EVERY_S / 4)
         failures.append(Failure(at / seconds, "host", dice.random(), AWAY_S))
     return failures

@@ -172,6 +172,80 @@ def test_nobody_waits_for_a_machine_that_ray_has_not_missed(listening: bool, mon
     host.join()
 
 
+class NoRoom:
+    """In place of a group of Ray's resources: there is never room."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def wait(self, timeout_seconds: float) -> bool:
+        assert timeout_seconds <= ray_runtime.PROBE_S
+        self.asked += 1
+        return False
+
+
+def test_nobody_waits_for_room_on_a_machine_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, group = SilentRay(), NoRoom()
+    monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+    monkeypatch.setattr(ray_runtime, "nobody_listens", lambda _: group.asked == 3)
+    host = RayHost(MagicMock(), ("10.0.0.2", 7), -math.inf)
+    assert not host.reserved(group, 0.0)
+    with pytest.raises(PeerLost, match="no Ray on its machine any more"):
+        host.reserved(group, 3600.0)
+    assert group.asked == 3
+    host.join()
+
+
+class Counting:
+    """In place of Ray, of whose cluster one machine is lost and comes back with its address, as another node."""
+
+    exceptions = ray_exceptions
+    is_initialized = staticmethod(lambda: True)
+
+    def __init__(self) -> None:
+        self.node, self.groups = 56 * "a", []
+        self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=self.groups.remove)
+
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"NodeID": self.node, "NodeManagerAddress": "10.0.0.2", "NodeManagerPort": 7, "Alive": True}]
+
+    def _group(self, bundles: list[dict[str, float]], **_: object) -> MagicMock:
+        group = MagicMock(bundles=bundles)
+        self.groups.append(group)
+        return group
+
+    def remote(self, _: object) -> MagicMock:
+        return MagicMock()
+
+    def get(self, *_: object, **__: object) -> object:
+        raise ray_exceptions.RayActorError
+
+    def kill(self, _: object, no_restart: bool) -> None:
+        assert no_restart
+
+
+def test_a_machine_that_is_lost_again_and_again_keeps_no_room_for_who_died_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = Counting()
+    monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
+    made = RayRuntime("10.0.0.1:6379")
+
+    def request(role: str) -> LaunchRequest:
+        return LaunchRequest(role, cpus=1.0, machine=ray.node)
+
+    made.reserve([request("trainer-0")], 1.0)
+    (first,) = ray.groups
+    for number in range(3):
+        ray.node = 56 * str(number)
+        beside, again = made.start(request("trainer-1")), made.start(request("trainer-0"))
+        assert [group.bundles for group in ray.groups] == [first.bundles] * 2, "one for each that lives"
+        made._hosts[ray.node].give_up("its machine is gone")
+        beside.kill()
+        again.kill()
+        assert ray.groups == [first]
+
+
 def test_machines_that_are_gone_are_none_although_ray_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = server.getsockname()[1]

@@ -204,8 +204,27 @@ class RayHost:
             try:
                 return ray.get(asked, timeout=max(0.0, min(left_s, PROBE_S)))
             except ray.exceptions.GetTimeoutError:
-                if left_s <= PROBE_S or (self._node is not None and nobody_listens(self._node)):
+                if left_s <= PROBE_S or self._nobody_listens():
                     raise
+
+    def reserved(self, group: Any, timeout_s: float) -> bool:
+        """Whether Ray gave room for a group of resources there in time.
+
+        Raises:
+            PeerLost: the machine is gone, for whose room Ray would wait.
+        """
+        until = time.monotonic() + timeout_s
+        while not group.wait(max(0.0, min(until - time.monotonic(), PROBE_S))):
+            if self.lost is None and self._nobody_listens():
+                self.give_up("there is no Ray on its machine any more")
+            if self.lost is not None:
+                raise PeerLost(self.lost)
+            if time.monotonic() >= until:
+                return False
+        return True
+
+    def _nobody_listens(self) -> bool:
+        return self._node is not None and nobody_listens(self._node)
 
     def give_up(self, reason: str) -> None:
         """Ends it and all its processes."""
@@ -224,9 +243,7 @@ class RayHost:
             try:
                 self.ended = ray.get(self.actor.ended.remote(len(self.ended)))
             except ray.exceptions.ActorUnavailableError as error:
-                if self._node is not None and nobody_listens(
-                    self._node
-                ):  # which Ray takes a quarter of a minute to say
+                if self._nobody_listens():  # which Ray takes a quarter of a minute to say
                     self.give_up(f"there is no Ray on its machine any more: {_in_one_line(error)}")
                 else:  # its network is cut: Ray says when it is gone for good
                     time.sleep(AGAIN_S)
@@ -236,17 +253,20 @@ class RayHost:
 
 
 class RayRole(RoleProcess):
-    """A process of a host, by its number there; `group` is the one of Ray's reservations that it has for itself."""
+    """A process of a host, by its number there; `group` is the one of Ray's reservations that it has for itself, which
+    `release` gives back."""
 
-    def __init__(self, request: LaunchRequest, host: RayHost, number: int, group: Any) -> None:
+    def __init__(
+        self, request: LaunchRequest, host: RayHost, number: int, group: Any, release: Callable[[Any], None]
+    ) -> None:
         self.request = request
         self.group = group
-        self._host, self._number = host, number
+        self._host, self._number, self._release = host, number, release
         self._killed = False
 
     def endpoint(self, timeout_s: float) -> Endpoint:
         role, until = self.request.role, time.monotonic() + timeout_s
-        if self.group is not None and not self.group.wait(timeout_s):
+        if self.group is not None and not self._host.reserved(self.group, timeout_s):
             raise PeerLost(f"{role} did not start within {timeout_s:g} s: is there room for it?")
         if self._host.answered:
             self._host.ask("answers", timeout_s=PING_S)
@@ -277,14 +297,11 @@ class RayRole(RoleProcess):
 
     def kill(self) -> None:
         self._killed = True
-        if self._host.lost is not None:  # or Ray may be gone, and a call would start another one
-            return
-        ray = _ray()
-        with contextlib.suppress(ray.exceptions.RayError):
-            self._host.actor.kill.remote(self._number)
-        if self.group is not None:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.util.remove_placement_group(self.group)
+        if self._host.lost is None:  # or Ray may be gone, and a call would start another one
+            with contextlib.suppress(_ray().exceptions.RayError):
+                self._host.actor.kill.remote(self._number)
+        if self.group is not None:  # also of a machine that is gone: where it comes back Ray would reserve it again
+            self._release(self.group)
 
 
 class RayRuntime(Runtime):
@@ -321,7 +338,7 @@ class RayRuntime(Runtime):
         self._hosts: dict[str, RayHost] = {}
         self._started = 0
         self._roles: list[RayRole] = []
-        self._reserved: set[tuple[str, str | None]] = set()
+        self._reserved: dict[str, dict[str, float]] = {}
         self._group: Any = None
 
     def machines(self) -> Sequence[Machine]:
@@ -349,7 +366,7 @@ class RayRuntime(Runtime):
             wanted = ", ".join(request.role for request in requests)
             raise RunError(f"the cluster did not give room for {wanted} within {timeout_s:g} s: is it in use?")
         self._group = group
-        self._reserved = {(request.role, request.machine) for request in requests}
+        self._reserved = {request.role: self._needed(request) for request in requests}
 
     def _placement_group(self, requests: Sequence[LaunchRequest]) -> Any:
         """Ray's reservation of what they need; None if that is nothing."""
@@ -372,14 +389,22 @@ class RayRuntime(Runtime):
         with self._lock:
             host = self._host(str(request.machine))
             group = None
-            if (request.role, request.machine) not in self._reserved:
+            # of a machine that comes back with its address Ray reserves the same as before
+            if self._reserved.get(request.role) != self._needed(request):
                 try:
                     group = self._placement_group([request])
                 except _ray().exceptions.RayError as error:
                     raise PeerLost(f"nothing can be reserved for {request.role}: {_in_one_line(error)}") from error
             self._started += 1
-            self._roles.append(RayRole(request, host, self._started, group))
+            self._roles.append(RayRole(request, host, self._started, group, self._release))
             return self._roles[-1]
+
+    def _release(self, group: Any) -> None:
+        ray = _ray()
+        with self._lock:
+            if not self._closed and ray.is_initialized():  # a call would start another Ray
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.util.remove_placement_group(group)
 
     def _host(self, machine: str) -> RayHost:
         """Of that machine; one that is gone is started anew. The lock is held."""

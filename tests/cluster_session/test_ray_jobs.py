@@ -157,5 +157,5 @@ def test_what_ray_refuses_is_the_loss_of_a_role_and_not_the_end_of_the_job(monke
     monkeypatch.setattr(RayRuntime, "_host", lambda *_: None)
     monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: 1 / 0)
     ray.exceptions.RayError = ZeroDivisionError
-    with pytest.raises(PeerLost, match="nothing can be reserved for trainer-0: division by zero"):
+    with pytest.raises(PeerLost, match="nothing can be had for trainer-0: division by zero"):
         RayRuntime(None).start(LaunchRequest("trainer-0", "machine", 1.0))

@@ -24,7 +24,7 @@ from shadowsync.rpc.errors import CallTimeout, Fault, PeerLost
 from shadowsync.rpc.served import ask
 from shadowsync.runtime import ray_runtime
 from shadowsync.runtime.processes import packed_builder
-from shadowsync.runtime.ray_runtime import HostActor, RayHost, RayRuntime, nobody_listens
+from shadowsync.runtime.ray_runtime import HostActor, RayHost, RayRole, RayRuntime, nobody_listens
 from shadowsync.runtime.runtime import Endpoint, LaunchRequest
 
 ray_exceptions = pytest.importorskip(
@@ -179,7 +179,7 @@ class NoRoom:
         self.asked = 0
 
     def wait(self, timeout_seconds: float) -> bool:
-        assert timeout_seconds <= ray_runtime.PROBE_S
+        assert timeout_seconds == int(timeout_seconds) == ray_runtime.PROBE_S
         self.asked += 1
         return False
 
@@ -187,16 +187,19 @@ class NoRoom:
 def test_nobody_waits_for_room_on_a_machine_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, group = SilentRay(), NoRoom()
     monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
-    monkeypatch.setattr(ray_runtime, "nobody_listens", lambda _: group.asked == 3)
+    monkeypatch.setattr(ray_runtime, "nobody_listens", lambda _: group.asked >= 3)
     host = RayHost(MagicMock(), ("10.0.0.2", 7), -math.inf)
-    assert not host.reserved(group, 0.0)
-    with pytest.raises(PeerLost, match="no Ray on its machine any more"):
-        host.reserved(group, 3600.0)
+    role = RayRole(LaunchRequest("trainer-0"), host, 1, group, lambda _: None)
+    with pytest.raises(PeerLost, match="is there room for it"):
+        role.endpoint(0.0)
+    for _ in range(2):  # while it is found out, and when it is known
+        with pytest.raises(PeerLost, match="no Ray on its machine any more"):
+            role.endpoint(60.0)
     assert group.asked == 3
     host.join()
 
 
-class Counting:
+class ReturningRay:
     """In place of Ray, of whose cluster one machine is lost and comes back with its address, as another node."""
 
     exceptions = ray_exceptions
@@ -227,7 +230,7 @@ class Counting:
 def test_a_machine_that_is_lost_again_and_again_keeps_no_room_for_who_died_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ray = Counting()
+    ray = ReturningRay()
     monkeypatch.setattr(ray_runtime, "_ray", lambda: ray)
     made = RayRuntime("10.0.0.1:6379")
 
@@ -243,7 +246,11 @@ def test_a_machine_that_is_lost_again_and_again_keeps_no_room_for_who_died_there
         made._hosts[ray.node].give_up("its machine is gone")
         beside.kill()
         again.kill()
+        beside.kill()  # once more, as whoever kills it and whoever finds it dead do
         assert ray.groups == [first]
+    monkeypatch.setattr(ray, "nodes", MagicMock(side_effect=ray_exceptions.RaySystemError("no answer")))
+    with pytest.raises(PeerLost, match=r"nothing can be had for trainer-0: .*no answer"):
+        made.start(request("trainer-0"))
 
 
 def test_machines_that_are_gone_are_none_although_ray_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:

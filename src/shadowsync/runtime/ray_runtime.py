@@ -207,21 +207,21 @@ class RayHost:
                 if left_s <= PROBE_S or self._nobody_listens():
                     raise
 
-    def reserved(self, group: Any, timeout_s: float) -> bool:
-        """Whether Ray gave room for a group of resources there in time.
+    def has_room(self, group: Any, timeout_s: float) -> bool:
+        """Whether Ray gave room for a group of resources there in time, or up to a second later.
 
         Raises:
             PeerLost: the machine is gone, for whose room Ray would wait.
         """
         until = time.monotonic() + timeout_s
-        while not group.wait(max(0.0, min(until - time.monotonic(), PROBE_S))):
-            if self.lost is None and self._nobody_listens():
+        while self.lost is None:
+            if group.wait(PROBE_S):  # in whole seconds: Ray drops what is less
+                return True
+            if self._nobody_listens():
                 self.give_up("there is no Ray on its machine any more")
-            if self.lost is not None:
-                raise PeerLost(self.lost)
-            if time.monotonic() >= until:
+            elif time.monotonic() >= until:
                 return False
-        return True
+        raise PeerLost(self.lost)
 
     def _nobody_listens(self) -> bool:
         return self._node is not None and nobody_listens(self._node)
@@ -266,7 +266,7 @@ class RayRole(RoleProcess):
 
     def endpoint(self, timeout_s: float) -> Endpoint:
         role, until = self.request.role, time.monotonic() + timeout_s
-        if self.group is not None and not self._host.reserved(self.group, timeout_s):
+        if self.group is not None and not self._host.has_room(self.group, timeout_s):
             raise PeerLost(f"{role} did not start within {timeout_s:g} s: is there room for it?")
         if self._host.answered:
             self._host.ask("answers", timeout_s=PING_S)
@@ -337,9 +337,8 @@ class RayRuntime(Runtime):
         self._lock = threading.Lock()
         self._hosts: dict[str, RayHost] = {}
         self._started = 0
-        self._roles: list[RayRole] = []
-        self._reserved: dict[str, dict[str, float]] = {}
-        self._group: Any = None
+        self._first: dict[str, dict[str, float]] = {}  # what the reservation of `reserve` holds, by role
+        self._groups: set[Any] = set()  # Ray's reservations that were not given back
 
     def machines(self) -> Sequence[Machine]:
         nodes, now = [node for node in _ray().nodes() if node["Alive"]], time.monotonic()
@@ -365,8 +364,8 @@ class RayRuntime(Runtime):
             _ray().util.remove_placement_group(group)
             wanted = ", ".join(request.role for request in requests)
             raise RunError(f"the cluster did not give room for {wanted} within {timeout_s:g} s: is it in use?")
-        self._group = group
-        self._reserved = {request.role: self._needed(request) for request in requests}
+        self._groups.add(group)
+        self._first = {request.role: self._needed(request) for request in requests}
 
     def _placement_group(self, requests: Sequence[LaunchRequest]) -> Any:
         """Ray's reservation of what they need; None if that is nothing."""
@@ -387,24 +386,26 @@ class RayRuntime(Runtime):
 
     def start(self, request: LaunchRequest) -> RoleProcess:
         with self._lock:
-            host = self._host(str(request.machine))
             group = None
-            # of a machine that comes back with its address Ray reserves the same as before
-            if self._reserved.get(request.role) != self._needed(request):
-                try:
+            try:
+                host = self._host(str(request.machine))
+                # where a lost machine is back with its address, Ray reserves again what the first reservation has there
+                if self._first.get(request.role) != self._needed(request):
                     group = self._placement_group([request])
-                except _ray().exceptions.RayError as error:
-                    raise PeerLost(f"nothing can be reserved for {request.role}: {_in_one_line(error)}") from error
+            except _ray().exceptions.RayError as error:
+                raise PeerLost(f"nothing can be had for {request.role}: {_in_one_line(error)}") from error
+            if group is not None:
+                self._groups.add(group)
             self._started += 1
-            self._roles.append(RayRole(request, host, self._started, group, self._release))
-            return self._roles[-1]
+            return RayRole(request, host, self._started, group, self._release)
 
     def _release(self, group: Any) -> None:
         ray = _ray()
         with self._lock:
-            if not self._closed and ray.is_initialized():  # a call would start another Ray
-                with contextlib.suppress(ray.exceptions.RayError):
+            if group in self._groups and not self._closed and ray.is_initialized():  # or it would start another Ray
+                with contextlib.suppress(ray.exceptions.RayError, ValueError, OSError):
                     ray.util.remove_placement_group(group)
+                    self._groups.remove(group)
 
     def _host(self, machine: str) -> RayHost:
         """Of that machine; one that is gone is started anew. The lock is held."""
@@ -460,11 +461,9 @@ class RayRuntime(Runtime):
             ray.wait(closing, num_returns=len(closing), timeout=ANSWER_S)
         for host in hosts:
             host.give_up("the job has ended")
-        groups = [self._group, *(role.group for role in self._roles)]
-        for group in groups:
-            if group is not None:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.util.remove_placement_group(group)
+        for group in self._groups:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)
         for host in hosts:
             host.join()
         try:

@@ -99,6 +99,8 @@ def score(predict: Logits, source: OpenSource, activity: UnitActivity | None = N
 class Trained:
     """A trained model, read from the best checkpoint of a run that was validated, else from the newest.
 
+    It computes on the processor, also what was trained on a GPU: wherever the run's folder is taken.
+
     Args:
         folder: of the run.
         model: the module of the user's own that the run trained, wrapped or not, if it did; or `package.module:Class`,
@@ -159,7 +161,7 @@ class Trained:
         self._given = planned(model, self.choices, self.schema)
         _check_tables(self._given, self.tables)
         module = make_module(self.config, self.choices, self.schema, self.tables, self._given)
-        replica = Replica(module, self.choices.optimizer, widths(self.tables), self.config.train.device)
+        replica = Replica(module, self.choices.optimizer, widths(self.tables))
         restore_final(saved, replica)
         self.module: nn.Module = replica.module
         features = features_of(module, self.schema)

@@ -232,7 +232,7 @@ class Collections(Model):
     def forward(self, dense: Tensor, ids: KeyedIds) -> Tensor:
         pooled = [bag(ids.parts[name].values, ids.parts[name].bag_offsets()) for name, bag in self.bags.items()]
         recent = ids.parts["recent"]
-        owners = torch.repeat_interleave(torch.arange(len(dense)), recent.lengths())
+        owners = torch.repeat_interleave(torch.arange(len(dense), device=dense.device), recent.lengths())
         summed = dense.new_zeros(len(dense), DIM).index_add(0, owners, self.sequence(recent.values))
         return self.out(dense, *pooled, summed)
 

@@ -485,8 +485,8 @@ def wrap(
     dense part, and it is called with what it was called with before.
 
     `nn.Embedding`, `nn.EmbeddingBag` and TorchRec's unsharded collections are found anywhere inside. Those with frozen
-    weights stay in the module. The module given is not touched; the tables' rows begin as they are in it, and the
-    optimizers are those of the configuration.
+    weights stay in the module. The module given is not touched, and may be on a GPU; the tables' rows begin as they are
+    in it, and the optimizers are those of the configuration.
 
     Args:
         model: the module.
@@ -522,6 +522,9 @@ def wrap(
     for path, child in found.items():
         owners.setdefault(id(child.weight), path or type(child).__name__)
     copied = copy_module(model, {id(child.weight): nn.Parameter(torch.empty(0)) for child in found.values()})
+    for tensor in itertools.chain(copied.parameters(), copied.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.cpu()  # where it is tried; train.device says where it is trained
     tables, initial, current = {}, {}, _Current()
     for path, child in found.items():
         table, stand_in = owners[id(child.weight)], copied.get_submodule(path)

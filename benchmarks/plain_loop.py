@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,12 +30,13 @@ from machine import describe, table
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained: tables of `rows × dim`, one feature each, and the dense columns beside them."""
+    """What is trained: tables of `rows × dim`, one feature each, the dense columns beside them, and the top tower."""
 
     dense_columns: int = 13
     features: int = 26
     rows: int = 200_000
     dim: int = 16
+    top: tuple[int, ...] = (512, 256)
 
 
 class PlainModel(nn.Module):
@@ -49,7 +50,7 @@ class PlainModel(nn.Module):
         )
         for bag in self.bags.values():
             nn.init.uniform_(bag.weight, -(shape.rows**-0.5), shape.rows**-0.5)
-        self.dense_part = Dlrm().build(shape.dense_columns, dict.fromkeys(names, shape.dim))
+        self.dense_part = Dlrm(top=shape.top).build(shape.dense_columns, dict.fromkeys(names, shape.dim))
 
     def forward(self, dense: Tensor, ids: Jagged) -> Tensor:
         """Logits `[B]` of dense columns `[B, N]` and the ids of `F` features."""
@@ -74,30 +75,35 @@ class Trained:
     auc: float
 
 
-def train(batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, warmup: int = 5) -> Trained:
-    """Trains on all batches; the first `warmup` of them are not timed."""
+def train(
+    batches: Iterable[Batch], shape: Shape = Shape(), threads: int = 2, warmup: int = 5, device: str = "cpu"
+) -> Trained:
+    """Trains on all batches, with all of the model on the device; the first `warmup` of them are not timed."""
     torch.set_num_threads(threads)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, said aloud: else it warns
-    model = PlainModel(shape)
+    model = PlainModel(shape).to(device)
     optimizers = [
         torch.optim.Adagrad(model.bags.parameters(), lr=0.15, eps=1e-8),
-        torch.optim.Adagrad(model.dense_part.parameters(), lr=0.005, eps=1e-8, fused=True),
+        torch.optim.Adagrad(model.dense_part.parameters(), lr=0.005, eps=1e-8, fused=device == "cpu"),
     ]
     remaining = iter(batches)
     for batch in itertools.islice(remaining, warmup):
-        _step(model, optimizers, batch)
+        _step(model, optimizers, batch, device)
     start, logits, labels = time.perf_counter(), [], []
     for batch in remaining:
-        logits.append(_step(model, optimizers, batch))
+        logits.append(_step(model, optimizers, batch, device))
         labels.append(batch.labels)
+    found = torch.cat(logits).cpu()  # waits for a GPU
     seconds = time.perf_counter() - start
-    auc = evaluate_scores(torch.cat(logits), torch.cat(labels)).auc
+    auc = evaluate_scores(found, torch.cat(labels)).auc
     return Trained(sum(map(len, labels)) / seconds, auc if auc is not None else float("nan"))
 
 
-def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> Tensor:
-    logits = model(batch.dense, batch.ids)
-    loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, device: str) -> Tensor:
+    offsets = None if batch.ids.offsets is None else batch.ids.offsets.to(device)
+    ids = replace(batch.ids, values=batch.ids.values.to(device), offsets=offsets)
+    logits = model(batch.dense.to(device), ids)
+    loss = F.binary_cross_entropy_with_logits(logits, batch.labels.to(device))
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     loss.backward()

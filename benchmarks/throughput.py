@@ -61,16 +61,21 @@ class Measured:
 
 def measure(variant: str, batch_size: int, rows: int) -> Measured:
     """Trains in this process and returns its figures."""
-    eps, auc = _plain(batch_size, rows) if variant == "plain loop" else _job(JOBS[variant], batch_size, rows)
+    if variant == "plain loop":
+        eps, auc = train_plainly(batch_size, rows, plain_loop.Shape(rows=TABLE_ROWS))
+    else:
+        eps, auc = train_job(JOBS[variant], batch_size, rows)
     return Measured(eps, auc, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
-def _job(options: dict[str, Any], batch_size: int, rows: int) -> tuple[float, float]:
+def train_job(options: dict[str, Any], batch_size: int, rows: int) -> tuple[float, float]:
+    """Examples/s and the AUC so far of a job on rows that repeat."""
     data = {"name": "synthetic", "rows": rows, "test_rows": 0, "table_rows": TABLE_ROWS, **options.get("data", {})}
     config = {
         "data": {**data, "repeat_blocks": REPEATED_BLOCKS},
         "train": {"batch_size": batch_size, **options.get("train", {})},
         "sync": options.get("sync", {}),
+        "model": options.get("model", {}),
         "report": {"html": False, "tensorboard": False, "every_s": 2.0},
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +85,10 @@ def _job(options: dict[str, Any], batch_size: int, rows: int) -> tuple[float, fl
     return result.throughput.eps, result.train.auc
 
 
-def _plain(batch_size: int, rows: int) -> tuple[float, float]:
+def train_plainly(
+    batch_size: int, rows: int, shape: plain_loop.Shape, device: str = "cpu", threads: int = 2
+) -> tuple[float, float]:
+    """Examples/s and the AUC so far of a plain loop on rows that repeat."""
     source = Synthetic(rows=rows, table_rows=TABLE_ROWS, repeat_blocks=REPEATED_BLOCKS).open("train", "error")
     assert source is not None
     made = [source.read(part) for part in source.slices(4096)[:REPEATED_BLOCKS]]
@@ -90,7 +98,7 @@ def _plain(batch_size: int, rows: int) -> tuple[float, float]:
         for index in range(rows // batch_size):
             yield cut[index % len(cut)]
 
-    trained = plain_loop.train(batches(), plain_loop.Shape(rows=TABLE_ROWS))
+    trained = plain_loop.train(batches(), shape, threads, device=device)
     return trained.eps, trained.auc
 
 

@@ -249,7 +249,7 @@ def write_data(
     """Write the rows of a source as a parquet file that the parquet source reads; `write` may be left out."""
     from shadowsync.inference import export_data
 
-    typer.echo(export_data(name, settings or [], out))
+    typer.echo(export_data(name, settings or [], out), nl=False)
 
 
 @sources.command("inspect")

@@ -30,7 +30,7 @@ from shadowsync.data.source import OpenSource, Schema, Source
 from shadowsync.data.splits import PARTS, open_parts, whole
 from shadowsync.data.spooling import Given, with_rows_of
 from shadowsync.data.tables import Columns, OpenTable, TableSource
-from shadowsync.data.writer import is_csv, section_of, write_parquet, writing_table
+from shadowsync.data.writer import as_yaml, is_csv, section_of, write_parquet, writing_table
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, Shard, Table, widths
@@ -451,11 +451,11 @@ def export_data(name: str, overrides: Sequence[str], out: Path) -> str:
     for place in places.values():
         for source in parts.values():
             _keep_data(whole(source), place)
-    lines = [write_parquet(parts["train"], out, tasks).rstrip()]
+    section = write_parquet(parts["train"], out, tasks)
     if "test" in parts:
         write_parquet(parts["test"], places["test"], tasks)
-        lines.append(f"  test_path: {places['test']}")
+        section["test_path"] = str(places["test"])
     if "valid" in parts:
         write_parquet(parts["valid"], places["valid"], tasks)
-        lines.append(f"  valid: {{path: {places['valid']}}}")
-    return "\n".join(lines) + "\n"
+        section["valid"] = {"path": str(places["valid"])}
+    return as_yaml({"data": section})

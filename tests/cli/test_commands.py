@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from command_line import CommandLine, assert_sentence
+from omegaconf import OmegaConf
 
 from shadowsync.config import Config
 
@@ -137,6 +138,17 @@ def test_data_of_a_log_is_written_with_the_lines_that_read_it(shadowsync: Comman
     for config, out in (("written.yaml", "out"), ("criteo.yaml", "log")):
         assert shadowsync("train", config, "model.embedding_dim=4", "--out", out).status == 0
         assert json.loads(Path(out, "result.json").read_text())["data"]["trained_samples"] == 20
+
+
+def test_rows_of_all_parts_may_be_written_to_a_place_with_any_name(shadowsync: CommandLine) -> None:
+    own = ("data.rows=200", "data.test_rows=50", "data.valid.fraction=0.2")
+    said = shadowsync("data", "synthetic", *own, "--out", "it's: #1/a {b}.parquet")
+    assert (said.status, said.err) == (0, "")
+    section = OmegaConf.create(said.out).data
+    assert section.path == "it's: #1/a {b}.parquet"
+    assert section.test_path == "it's: #1/a {b}.test.parquet"
+    assert section.valid.path == "it's: #1/a {b}.valid.parquet"
+    assert all(Path(place).is_file() for place in (section.path, section.test_path, section.valid.path))
 
 
 def test_help_says_what_a_command_does(shadowsync: CommandLine) -> None:

@@ -1,11 +1,9 @@
 """What write_parquet writes reads back equal, and nothing is left behind when it fails."""
 
 import errno
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from data_samples import CountedRows, same
 from omegaconf import OmegaConf
 
@@ -15,12 +13,16 @@ from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import Feature, Schema
 from shadowsync.data.synthetic import Synthetic
-from shadowsync.data.writer import yaml_lines
+from shadowsync.data.writer import as_yaml, section_of
 from shadowsync.errors import DataError, SaveError
 
 
-def read_back(lines: str):
-    section = yaml.safe_load(lines)["data"]
+def read(lines):
+    return OmegaConf.to_container(OmegaConf.create(lines))["data"]
+
+
+def read_back(written):
+    section = read(as_yaml({"data": written}))
     assert section.pop("name") == "parquet"
     return registry.build(Parquet, section, "data").open("train", "error")
 
@@ -100,7 +102,14 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 def test_the_lines_name_columns_that_yaml_would_take_for_something_else():
     schema = Schema(("on", "1e3"), (Feature("no", 5, multi_hot=True), Feature('a "b": c', 7, "no")))
-    section = OmegaConf.create(yaml_lines(schema, Path("/rows: 1/ü.parquet"), weighted=True)).data
+    section = read(as_yaml({"data": section_of(schema, "/rows: 1/ü.parquet", weighted=True)}))
     assert section["path"] == "/rows: 1/ü.parquet"
     assert (section["dense"], section["rows"]) == (["on", "1e3"], {"no": 5, 'a "b": c': 7})
     assert (section["tables"], section["weights"]) == ({'a "b": c': "no"}, {"no": "no_weights"})
+
+
+def test_text_stays_text_and_numbers_numbers():
+    for text in ("", "1e3", "007", "0x1F", "1:30", ".5", "null", "~", 'it\'s "1": #2', "a\x7f🙂"):
+        shared = {text: "own", "clip": 1e-05, "missing": None, "log": False}
+        given = {"path": text, "columns": {text: shared, "b": shared}}
+        assert read(as_yaml({"data": given})) == given

@@ -1,7 +1,5 @@
 """What the columns of a table look like, and what should become of each where nobody says it."""
 
-import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +9,7 @@ import polars as pl
 
 from shadowsync.data.fitting import TrainingRows
 from shadowsync.data.values import form_of, is_list, value_type
+from shadowsync.data.writer import as_yaml
 from shadowsync.errors import DataError
 
 LOOKED_AT = 500_000
@@ -108,12 +107,8 @@ def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
             "no column looks as if it had ids, which a model needs: declare one, for instance "
             "data.columns.NAME={kind: buckets, count: 20}"
         )
-    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
     given = dict(source) if looks.label is None else {**source, "label": looks.label}
-    shown = functools.partial(json.dumps, ensure_ascii=False)
-    lines = [f"  {key}: {shown(value)}" for key, value in given.items()]
-    columns = [f"    {shown(name)}: {shown(becomes)}" for name, becomes in looks.declared.items()]
-    return "\n".join(["data:", *lines, "  columns:", *columns]) + "\n"
+    return as_yaml({"data": {**given, "columns": looks.declared}})
 
 
 def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:

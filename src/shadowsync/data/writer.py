@@ -1,18 +1,19 @@
-"""Writes rows: those of any source as a parquet file that the `parquet` source reads, and tables of other columns."""
+"""Writes rows: those of any source as a parquet file that the `parquet` source reads, and tables of other columns; and
+the configuration that reads them."""
 
 import contextlib
-import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
 import pyarrow
 import pyarrow.parquet
+import yaml
 
 from shadowsync.data.batch import Batch
 from shadowsync.data.labels import ONE_CLICK, Task, column
@@ -25,14 +26,14 @@ ROW_GROUP = 65_536  # small enough that a slice of a few thousand rows decodes l
 _WEIGHT = "row_weight"
 
 
-def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CLICK) -> str:
+def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CLICK) -> dict[str, Any]:
     """Writes all rows, the file appearing only when it is whole.
 
     Columns: `label` (int8), or other labels by their names (float32), and `row_weight`; the dense columns (float32,
     transformed as the source does), and the features (integers, or lists of them for multi-hot ones, with a column
     `<feature>_weights` where the source gives weights).
 
-    Gives the YAML lines that read the file back; raises `SaveError` if it cannot be written, and what reading raises.
+    Gives the section `data` that reads it back; raises `SaveError` if it cannot be written, and what reading raises.
     """
     weighted = row_weights = False
     with writing_table(path, "lz4") as write:
@@ -41,17 +42,33 @@ def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CL
             row_weights = batch.weights is not None
             weighted = batch.ids.weights is not None
             write(pl.DataFrame(pa.table({**_answers(batch, tasks), **_columns(batch, source.schema)})))
-    return yaml_lines(source.schema, path, weighted, tasks, row_weights)
+    return {"name": "parquet", **section_of(source.schema, str(path), weighted, tasks, row_weights)}
 
 
-def yaml_lines(
-    schema: Schema, path: Path, weighted: bool, tasks: Sequence[Task] = ONE_CLICK, row_weights: bool = False
-) -> str:
-    """The `data` section of a configuration that reads a file written by `write_parquet`."""
-    # JSON is YAML, whatever a column is called: `on`, `no` and `1e3` are strings in it
-    section = section_of(schema, str(path), weighted, tasks, row_weights).items()
-    given = [f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in section]
-    return "\n".join(["data:", "  name: parquet", *given]) + "\n"
+def as_yaml(config: Mapping[str, Any]) -> str:
+    """A configuration as a file of it has it, whatever its columns and files are called."""
+    text: str = yaml.dump(  # type: ignore[no-untyped-call]
+        dict(config), Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120
+    )
+    return text
+
+
+def _text(dumper: Any, text: str) -> Any:
+    """OmegaConf takes more words for numbers than YAML does: `1e3`."""
+    style = '"' if text[:1] in tuple("+-.0123456789") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what comes twice twice, without references."""
+
+    yaml_representers: ClassVar[dict[Any, Any]] = {  # type: ignore[misc]
+        **yaml.SafeDumper.yaml_representers,
+        str: _text,
+    }
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def section_of(

@@ -14,6 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from shadowsync.errors import SaveError
 from shadowsync.metrics.history import Frame
 from shadowsync.report.measures import final_scalars, scalars
+from shadowsync.report.result import TaskSection
 from shadowsync.report.tensorboard import TensorBoardLog
 
 TEST_TAGS = ["test/auc", "test/ne", "test/calibration", "test/logloss"]
@@ -66,6 +67,16 @@ def test_the_end_of_a_run_has_the_test_and_the_hyper_parameters(tmp_path: Path) 
 def test_a_run_without_a_test_has_no_measures_of_one() -> None:
     assert list(final_scalars(make_result(test=None))) == []
     assert [tag for tag, _ in final_scalars(make_result(test=make_test(auc=None)))] == TEST_TAGS[1:]
+
+
+def test_later_labels_have_measures_under_their_names() -> None:
+    first = TaskSection(auc=0.8, ne=0.9, logloss=0.4, calibration=1.0, measures={"pr_auc": 0.3})
+    watched = TaskSection(auc=None, ne=0.5, logloss=None, calibration=1.1, loss="mse", measures={"rmse": 2.0})
+    test = make_test(measures=first.measures, tasks={"label": first, "watched": watched})
+    found = dict(final_scalars(make_result(test=test)))
+    assert list(found)[:5] == [*TEST_TAGS, "test/pr_auc"]
+    later = {name: value for name, value in found.items() if name.count("/") > 1}
+    assert later == {"test/watched/ne": 0.5, "test/watched/calibration": 1.1, "test/watched/rmse": 2.0}
 
 
 def test_tags_cover_the_frame_and_leave_out_what_is_none() -> None:

@@ -21,6 +21,7 @@ from shadowsync.report.result import (
     AggregationSection,
     RecoverySection,
     Result,
+    TaskSection,
     TestSection,
     ThroughputSection,
     ValidationSection,
@@ -133,13 +134,17 @@ def scalars(frame: Frame) -> Iterator[tuple[str, float]]:
 
 
 def final_scalars(result: Result) -> Iterator[tuple[str, float]]:
-    """The same of the test, which is known at the end only; what is not defined has none."""
-    for measure in KEY_NUMBERS:
-        if measure.section == "test" and measure.column and (value := measure.value(result)) is not None:
-            yield str(measure.read).replace(".", "/"), value
-    for name, value in (result.test.measures if result.test is not None else {}).items():
-        if value is not None:
-            yield f"test/{name}", value
+    """The same of the test, which is known at the end only; what is not defined has none. Of the first label plain, of
+    others as `test/LABEL/NAME`."""
+    if (test := result.test) is None:
+        return
+    later = list(test.tasks.items())[1:]
+    sections: dict[str, TestSection | TaskSection] = {"": test, **{f"{label}/": of for label, of in later}}
+    for label, of in sections.items():
+        plain = {name: getattr(of, name) for name in ("auc", "ne", "calibration", "logloss")}
+        for name, value in {**plain, **of.measures}.items():
+            if value is not None:
+                yield f"test/{label}{name}", value
 
 
 def figures(frame: Frame) -> Iterator[tuple[str, str]]:

@@ -104,7 +104,8 @@ class Trained:
     Args:
         folder: of the run.
         model: the module of the user's own that the run trained, wrapped or not, if it did; or `package.module:Class`,
-            where the run named it so (`model.name`): what a folder names is not run unless the user names it, too.
+            where the run named it so (`model.name`): what a folder names is not run unless the user names it, too. A
+            module stands for that and for the options stored beside it.
         checkpoints: where they are; None: where the folder says, which is not followed to another machine.
         newest: read the newest checkpoint, also where another one was better.
         measures: what `evaluate` measures beside AUC and NE, as `train.measures`; None: what the run did, but for
@@ -143,8 +144,8 @@ class Trained:
         self._unfollowed = unfollowed({"data": uncalled}, Path(folder))
         if isinstance(model, str):
             stored["model"] = {**stored.get("model", {}), "name": model}
-        elif code is not None:
-            stored = without(stored, "model", "name")
+        elif model is not None:  # which was made with options of its own, whatever is stored
+            stored["model"] = {k: width for k, width in (stored.get("model") or {}).items() if k == "embedding_dim"}
         stored, unasked = _measured_by(stored, measures)
         self.skipped = (*saved.skipped, *unasked)
         self.config: Config = parse(stored)

@@ -1,5 +1,6 @@
 """Predictions and embeddings in memory, and models that are named by their class."""
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import polars as pl
 import pyarrow as pa
 import pytest
 from job_helpers import SMALL_DLRM, fails, settings, write_rows
+from torch import nn
 
 from shadowsync import Job, Trained
-from shadowsync.errors import ConfigError, DataError, RunError
+from shadowsync.errors import CheckpointError, ConfigError, DataError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,20 @@ def test_a_model_is_named_by_its_class(models: Path, name: str, options: dict[st
     given["data"]["epochs"] = 2
     assert Job(given, out="out", resume="out").run().data.trained_samples == 80
     assert Job(given, out="again", start_from="out").run().data.trained_samples == 80
+
+
+@pytest.mark.parametrize("name", ["Plain", "Spec"])
+def test_a_module_stands_for_the_class_and_the_options_that_are_stored(models: Path, name: str) -> None:
+    result = Job(named(models, name, hidden=6, embedding_dim=4), out="out").run()
+    plain = importlib.import_module("models_of_mine").Plain
+    assert result.test is not None
+    assert Trained("out", plain(6)).evaluate().logloss == pytest.approx(result.test.logloss, abs=1e-6)
+    fails(lambda: Trained("out", plain(5)), CheckpointError, "parameter tower.0.weight is [6, 14] in the checkpoint")
+
+
+def test_a_module_in_place_of_a_model_of_the_package_is_compared_with_it(models: Path) -> None:
+    Job(settings(write_rows(models / "rows.parquet", 40), model=SMALL_DLRM), out="out").run()
+    fails(lambda: Trained("out", nn.Linear(14, 1)), CheckpointError, "parameter", "absent in this model")
 
 
 def test_code_that_a_folder_names_is_not_run(models: Path) -> None:

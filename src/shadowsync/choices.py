@@ -162,13 +162,27 @@ def resumed(stored: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     options of codecs, a number of dense servers and one of batches to accumulate that have no effect any more. What is
     given now all stays, so that it is refused where it has no effect.
     """
-    kept = _without_foreign_options(merge(stored, changed, []))
+    kept = _without_foreign_options(merge(_without_old_labels(stored, changed), changed, []))
     if kept.get("aggregation") and "accumulate" in kept.get("train", {}):
         kept = {**kept, "train": {key: value for key, value in kept["train"].items() if key != "accumulate"}}
     given = changed.get("cluster")
     if "dense_servers" not in (given if isinstance(given, Mapping) else {}) and _one_dense_server(parse(kept)):
         kept = {**kept, "cluster": {k: v for k, v in (kept.get("cluster") or {}).items() if k != "dense_servers"}}
     return merge(_without_idle_codecs(kept, changed.get("compression")), changed, [])
+
+
+def _without_old_labels(stored: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Without stored labels in whose place others are given; options of some of them are laid over those of all."""
+    data, now = stored.get("data"), changed.get("data")
+    if not (isinstance(data, Mapping) and isinstance(now, Mapping)):
+        return stored
+    labels = now.get("labels")
+    gone = {"labels"} if "label" in now else set()
+    if isinstance(labels, Mapping) and labels:
+        gone.add("label")
+        if labels.keys().isdisjoint(data.get("labels") or ()):
+            gone.add("labels")
+    return {**stored, "data": {key: value for key, value in data.items() if key not in gone}}
 
 
 def _without_foreign_options(values: dict[str, Any]) -> dict[str, Any]:

@@ -375,10 +375,14 @@ class _Run:
 
     def _check_losses(self) -> None:
         """Raises `ConfigError` if functions of the user's own are none of the labels', or if a resumed run would not
-        learn by those that it learnt by; says so of a run that begins with what was learnt by them."""
-        given = own_losses(self.choices.source.tasks, self.job.own.loss)
+        learn by those that it learnt by; says so of a run that begins with what was learnt by them. A single label may
+        have another name."""
+        tasks = self.choices.source.tasks
+        given = own_losses(tasks, self.job.own.loss)
         saved = self.start.saved if self.start is not None else self.saved
-        if saved is None or not (missing := sorted({*job_state(saved).own_losses} - {*given})):
+        if saved is None or (given and len(tasks) == 1):
+            return
+        if not (missing := sorted({*job_state(saved).own_losses} - {*given})):
             return
         was = f"{saved.name} was trained with a loss of your own for {', '.join(missing)}"
         if self.start is None:

@@ -2,7 +2,7 @@
 the checkpoint has it that the job goes on from."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ def prepared(
         return config, choices
     if saved is not None:
         if source.undeclared:
-            before = saved.config.get("data") or {}
-            config = with_data(config, **{key: before[key] for key in _OF_COLUMNS if key in before})
+            named = {*_LABELS} & config.data.options.keys()
+            config = with_data(config, **inherited(saved.config.get("data") or {}, _OF_COLUMNS, named))
             choices = choose_all(config, own_model)
         return config, replace(choices, source=_as_trained(saved, config, choices))
     if source.undeclared:
@@ -67,6 +67,13 @@ def trained_source(saved: LoadedCheckpoint, choices: Choices) -> Choices:
 
 
 _OF_COLUMNS = ("columns", "label", "categorical", "dense")
+_LABELS = ("label", "labels")
+
+
+def inherited(before: Mapping[str, Any], names: Iterable[str], given: Collection[str]) -> dict[str, Any]:
+    """Those options of a run's data that nothing is said of now; who names a label, one way or the other, names all."""
+    said = {*given, *(() if {*_LABELS}.isdisjoint(given) else _LABELS)}
+    return {name: before[name] for name in names if name in before and name not in said}
 
 
 def _opened(choices: Choices, config: Config) -> OpenTable | Selected:

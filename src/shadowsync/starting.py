@@ -26,7 +26,7 @@ from shadowsync.data.values import Values, words
 from shadowsync.errors import ConfigError
 from shadowsync.models.wrapping import Wrapped
 from shadowsync.places import advice, unfollowed
-from shadowsync.preparing import prepared
+from shadowsync.preparing import inherited, prepared
 from shadowsync.registry import option_names
 from shadowsync.runs import load_trained
 from shadowsync.training.replica import Replica, flat_length, laid_out
@@ -59,18 +59,17 @@ class Start:
         those that are what they were stays, but for values that are new to a vocabulary."""
         before, source = self._source, choices.source
         if isinstance(before, TableOptions) and isinstance(source, TableOptions):
-            kept = self.saved.config.get("data") or {}
             names = option_names(TableOptions) if source.undeclared else ()
-            inherited = {name: kept[name] for name in names if name in kept and name not in config.data.options}
+            kept = inherited(self.saved.config.get("data") or {}, names, config.data.options)
             if before.learnt is None and "standardise" not in config.data.options:
-                inherited["standardise"] = False  # as by the version that trained it
-            if code := unfollowed({"data": inherited}, self._folder):
+                kept["standardise"] = False  # as by the version that trained it
+            if code := unfollowed({"data": kept}, self._folder):
                 raise ConfigError(
                     f"{self._folder} names code of its own, which is not run unless you name it ({', '.join(code)}): "
                     f"if it is yours give {advice(code)}"
                 )
-            if inherited:
-                config = with_data(config, **inherited)
+            if kept:
+                config = with_data(config, **kept)
                 choices = choose_all(config, choices.model is None)
         config, choices = prepared(config, choices, None, lambda _: None)
         now = choices.source

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from shadowsync import Job, Table, Trained
+from shadowsync.choices import resumed
 from shadowsync.cli import app
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.report.files import read_frames
@@ -369,6 +370,47 @@ def test_a_loss_of_ones_own_is_that_of_a_label_that_is_found(tmp_path: Path, los
         result = Job(config, out=tmp_path / "out", loss=loss, **resume).run()
     assert result.data.trained_samples == 120
     fails(Job(config, out=tmp_path / "x", loss={"label": squared}).run, ConfigError, "loss names 'label'")
+
+
+def test_a_single_label_may_have_another_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that found its label goes on with rows that call it otherwise, and says what it misses to evaluate them."""
+    config, out, names = answering(tmp_path, rows=60), tmp_path / "out", ("clicked", "liked")
+    for name in names:
+        pl.read_parquet(tmp_path / "rows.parquet").rename({"label": name}).write_parquet(tmp_path / f"{name}.parquet")
+    clicked, liked = ({**config, "data": {"path": str(tmp_path / f"{name}.parquet")}} for name in names)
+    Job(clicked, out=out, loss=squared).run()
+    trained = Trained(out)
+    assert trained.predict(tmp_path / "liked.parquet").shape == (60,)
+    fails(lambda: trained.evaluate(tmp_path / "liked.parquet"), DataError, "there is no column 'clicked' (data.label)")
+    ways: list[dict[str, Any]] = [{"label": "liked"}, {"labels": {"liked": "logloss"}}]
+    for number, way in enumerate(ways):
+        capsys.readouterr()
+        again = {**liked, "data": {**liked["data"], **way}}
+        Job(again, out=tmp_path / str(number), start_from=out, loss={"liked": squared}).run()
+        told = capsys.readouterr().err
+        assert "lacks" not in told
+        assert "begins anew" not in told
+    first, second = ({**liked, "data": {**liked["data"], **way, "epochs": 2 + n}} for n, way in enumerate(ways))
+    said = fails(Job(first, out=out, resume=out, loss=squared).run, CheckpointError, "was trained on other data")
+    first["data"]["accept"] = str(said).partition("data.accept=")[2].partition(" ")[0]
+    for epochs, again in ((2, first), (3, second)):
+        assert Job(again, out=out, resume=out, loss=squared).run().data.trained_samples == 60 * epochs
+
+
+def test_labels_that_are_given_now_take_the_place_of_those_stored() -> None:
+    for stored, given, expected in (
+        ({"label": "clicked"}, {"labels": {"liked": "mse"}}, {"labels": {"liked": "mse"}}),
+        ({"labels": {"clicked": "mse"}}, {"labels": {"liked": "mse"}}, {"labels": {"liked": "mse"}}),
+        ({"labels": {"clicked": "logloss"}}, {"label": "liked"}, {"label": "liked"}),
+        (
+            {"labels": {"a": "mse", "b": {"loss": "mse"}}},
+            {"labels": {"b": {"weight": 0.5}}},
+            {"labels": {"a": "mse", "b": {"loss": "mse", "weight": 0.5}}},
+        ),
+        ({"label": "clicked"}, {"epochs": 2}, {"label": "clicked", "epochs": 2}),
+    ):
+        path = {"name": "parquet", "path": "rows.parquet"}
+        assert resumed({"data": path | stored}, {"data": given})["data"] == path | expected
 
 
 def test_the_objective_of_a_job_is_that_of_its_labels(tmp_path: Path) -> None:

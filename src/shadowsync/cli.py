@@ -259,7 +259,7 @@ def inspect_data(
     ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[data.key=value …]", help="Options of the source, data.label=clicked."),
+        typer.Argument(metavar="[key=value …]", help="What is not as it looks: data.label=seen data.columns.age=dense"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="YAML", help="Where the configuration goes; left out, it is shown.")

@@ -13,16 +13,17 @@ from rich.text import Text
 from shadowsync.checkpoint.job_state import column_difference, learnt_of
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, choose_all, chosen_source
-from shadowsync.config import Config, merge, parse, read_given, with_data
+from shadowsync.config import Config, DataConfig, merge, parse, read_given, with_data
 from shadowsync.data.columns import Kind, Kinds
 from shadowsync.data.fitting import learn
 from shadowsync.data.frame import TableOptions
-from shadowsync.data.looking import Look, Looks, look, yaml_of
-from shadowsync.data.source import Feature, Schema
+from shadowsync.data.looking import ROLES, Looks, look
+from shadowsync.data.source import Feature, Schema, Source
 from shadowsync.data.splits import Selected, open_parts
 from shadowsync.data.tables import OpenTable
-from shadowsync.data.writer import replacing
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.data.writer import as_yaml, replacing
+from shadowsync.errors import CheckpointError, ConfigError, DataError
+from shadowsync.registry import flow
 
 
 def prepared(
@@ -44,14 +45,14 @@ def prepared(
             choices = choose_all(config, own_model)
         return config, replace(choices, source=_as_trained(saved, config, choices))
     if source.undeclared:
-        with contextlib.closing(_opened(choices, config)) as opened:
+        with contextlib.closing(_opened(choices.source, config.data)) as opened:
             looks = look(opened, source.label, source.answers)
         config = with_data(config, columns=looks.declared, **({"label": looks.label} if looks.label else {}))
         choices = choose_all(config, own_model)
         source = choices.source
         assert isinstance(source, TableOptions)
         tell(looks.sentence)
-    with contextlib.closing(_opened(choices, config)) as opened:
+    with contextlib.closing(_opened(choices.source, config.data)) as opened:
         learnt = learn(source.kinds, source.tables, opened)
         if sentence := learnt.sentence(opened.rows):
             tell(sentence)
@@ -68,6 +69,8 @@ def trained_source(saved: LoadedCheckpoint, choices: Choices) -> Choices:
 
 _OF_COLUMNS = ("columns", "label", "categorical", "dense")
 _LABELS = ("label", "labels")
+_DECLARING = ("columns", "categorical", "dense", "rows", "hash_size", "weights", "tables", "pooling")
+"""Keys that say what becomes of columns."""
 
 
 def inherited(before: Mapping[str, Any], names: Iterable[str], given: Collection[str]) -> dict[str, Any]:
@@ -76,9 +79,9 @@ def inherited(before: Mapping[str, Any], names: Iterable[str], given: Collection
     return {name: before[name] for name in names if name in before and name not in said}
 
 
-def _opened(choices: Choices, config: Config) -> OpenTable | Selected:
+def _opened(source: Source, data: DataConfig) -> OpenTable | Selected:
     """The training rows, without those that are kept for validation and test."""
-    opened = open_parts(choices.source, config.data, "train")["train"]
+    opened = open_parts(source, data, "train")["train"]
     assert isinstance(opened, OpenTable | Selected)
     return opened
 
@@ -129,25 +132,57 @@ def _told(kind: Kind) -> str:
 
 
 def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
-    """What the columns of the rows at `path` look like, and a configuration that trains on them.
+    """What the columns of the rows at `path` look like and what becomes of them, and a configuration that trains on
+    them so: as the overrides say, and of columns of which they say nothing as these look.
 
-    The source is the one of such files, unless the overrides say another.
+    The source is the one of such files, the model of several labels one that answers them, unless the overrides say
+    another.
 
     Raises:
         ConfigError: an override cannot be used.
-        DataError: the rows cannot be read, or nothing of them could be trained.
+        DataError: the rows cannot be read, lack a column, or nothing of them could be trained.
     """
-    given = read_given(None, overrides)
-    config = parse(merge({}, {**given, "data": {**given.get("data", {}), "path": path}}, []))
-    choices = choose_all(config, own_model=False)
-    if not isinstance(choices.source, TableOptions):
+    given = merge({}, read_given(None, overrides), [])
+    config = parse(given)
+    if (other := config.data.options.get("path")) is not None:
+        raise ConfigError(f"data.path={flow(other)} has no effect: {path} is what is inspected; leave one of them out")
+    config = with_data(config, path=path)
+    undeclared = {key: value for key, value in given.get("data", {}).items() if key not in _DECLARING}
+    source = chosen_source(with_data(parse({"data": undeclared}), path=path))
+    if not isinstance(source, TableOptions):
         raise ConfigError(
             f"data.name={config.data.name} has columns of its own: inspect is for files of named columns, as parquet"
         )
-    with contextlib.closing(_opened(choices, config)) as opened:
-        looks = look(opened, choices.source.label, choices.source.answers)
-    given = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    return _table(looks), yaml_of(looks, {key: value for key, value in given.items() if key not in _OF_COLUMNS})
+    with contextlib.closing(_opened(source, config.data)) as opened:
+        looks = look(opened, source.label, source.answers)
+    config = _completed(config, looks)
+    source = chosen_source(config)
+    assert isinstance(source, TableOptions)
+    if source.undeclared:
+        raise DataError(
+            "no column looks as if it had ids, which a model needs: declare one, for instance "
+            "data.columns.NAME={kind: buckets, count: 20}"
+        )
+    if (opened_so := source.open("train", config.data.on_bad_row)) is not None:  # which looks at types
+        opened_so.close()
+    if len(source.tasks) > 1:
+        given["model"] = {"name": "mmoe", **given.get("model", {})}
+    data = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    return _table(looks, source), as_yaml({"data": {}} | given | {"data": data})
+
+
+def _completed(config: Config, looks: Looks) -> Config:
+    """The configuration with what it leaves open of the columns."""
+    options = config.data.options
+    weights = options.get("weights")
+    listed = [options.get(key) for key in ("columns", "categorical", "dense")]
+    listed += [weights.values()] if isinstance(weights, Mapping) else []
+    said = {str(name) for names in listed if isinstance(names, Collection) for name in names}
+    columns: Any = {name: becomes for name, becomes in looks.declared.items() if name not in said}
+    declared = options.get("columns") or {}
+    columns = {**columns, **declared} if isinstance(declared, Mapping) else declared  # what is no map is refused
+    found = {"label": looks.label, "columns": columns}
+    return with_data(config, **{key: value for key, value in found.items() if value})
 
 
 def write_yaml(lines: str, path: Path) -> None:
@@ -156,7 +191,7 @@ def write_yaml(lines: str, path: Path) -> None:
         temporary.write_text(lines, encoding="utf-8")
 
 
-def _table(looks: Looks) -> Table:
+def _table(looks: Looks, source: TableOptions) -> Table:
     shown = Table(title=f"{looks.looked_at:,} of {looks.rows:,} rows", title_justify="left")
     for heading in ("column", "type", "distinct", "nulls", "min", "max", "becomes"):
         number = heading in ("distinct", "nulls")
@@ -164,15 +199,23 @@ def _table(looks: Looks) -> Table:
     for one in looks.columns:
         distinct = "" if one.distinct is None else f"{one.distinct:,}"
         bounds = ["" if bound is None else _short(bound) for bound in (one.low, one.high)]
+        becomes = _declared(one.name, source) or (f"the {one.why}" if one.why in ROLES else f"left out: {one.why}")
         # column names are the data's: what looks like markup in them is none
-        shown.add_row(*map(Text, (one.name, str(one.type), distinct, f"{one.nulls:,}", *bounds, _becomes(one))))
+        shown.add_row(*map(Text, (one.name, str(one.type), distinct, f"{one.nulls:,}", *bounds, becomes)))
+    for name in source.kinds.ids:  # crosses are no columns of the rows
+        if all(name != one.name for one in looks.columns):
+            shown.add_row(*map(Text, (name, "", "", "", "", "", _declared(name, source))))
     return shown
 
 
-def _becomes(one: Look) -> str:
-    if one.becomes is None:
-        return "the label" if one.why == "label" else f"left out: {one.why}"
-    return " ".join(str(value) if key == "kind" else f"{key}={value}" for key, value in one.becomes.items())
+def _declared(name: str, source: TableOptions) -> str:
+    """What becomes of a column, in the words of `data.columns`; nothing where it is left out."""
+    told = [source.columns.get(name, kind.described()) for column, kind in source.kinds.all() if column == name]
+    told += [f"the weights of {column}" for column, weights in source.weights.items() if weights == name]
+    return " and ".join(
+        one if isinstance(one, str) else " ".join(v if k == "kind" else f"{k}={flow(v)}" for k, v in one.items())
+        for one in told
+    )
 
 
 def _short(value: object) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-import yaml
 from test_columns import TYPED
 
 from shadowsync import registry
 from shadowsync.data import looking, tables
-from shadowsync.data.looking import Looks, look, yaml_of
+from shadowsync.data.looking import Looks, look
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.tables import OpenTable
 from shadowsync.errors import DataError
@@ -38,11 +37,11 @@ FRAME: dict[str, Any] = {
 }
 
 
-def looks_of(folder: Path, frame: Any, label: str | None = "label") -> Looks:
+def looks_of(folder: Path, frame: Any, label: str | None = "label", **own: Any) -> Looks:
     pl.DataFrame(frame).write_parquet(folder / "rows.parquet")
     source = registry.build(Parquet, {"path": str(folder / "rows.parquet")}, "data").open("train", "error")
     assert isinstance(source, OpenTable)
-    return look(source, label)
+    return look(source, label, **own)
 
 
 def test_every_type_becomes_something_or_is_left_out_for_a_reason(tmp_path: Path) -> None:
@@ -74,14 +73,6 @@ def test_every_type_becomes_something_or_is_left_out_for_a_reason(tmp_path: Path
     assert facts["brand"].nulls == pl.Series(FRAME["brand"]).null_count()
     assert "label Clicked; dense price, cost; vocabulary hour, brand, mobile, tags; hash user" in looks.sentence
     assert "request (it holds another value in nearly every row)" in looks.sentence
-
-
-def test_the_configuration_reads_back_as_it_was_inferred(tmp_path: Path) -> None:
-    frame = {"label": FRAME["Clicked"], **dict.fromkeys(("no", "1e3", "a: b", "ü", "a.b"), FRAME["brand"])}
-    looks = looks_of(tmp_path, frame)
-    section = yaml.safe_load(yaml_of(looks, {"name": "parquet", "path": "rows: 1.parquet"}))["data"]
-    assert section == {"name": "parquet", "path": "rows: 1.parquet", "label": "label", "columns": looks.declared}
-    assert list(section["columns"]) == ["no", "1e3", "a: b", "ü", "a.b"]
 
 
 def test_some_rows_of_many_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,5 +109,5 @@ def test_a_label_is_asked_for_where_none_is_found(tmp_path: Path) -> None:
         looks_of(tmp_path, {"a": [1], "b": [2]})
     with pytest.raises(DataError, match=r"there is no column 'clicked': say which one .* there are click, b"):
         looks_of(tmp_path, {"click": [1], "b": [2]}, "clicked")
-    with pytest.raises(DataError, match="no column looks as if it had ids, which a model needs: declare one"):
-        yaml_of(looks_of(tmp_path, {"label": [0, 1], "x": [0.5, 1.5]}), {})
+    with pytest.raises(DataError, match=r"no column 'bougt' \(data\.labels\), did you mean bought\?; there are bought"):
+        looks_of(tmp_path, {"bought": [1], "b": [2]}, answers={"bougt": "data.labels"})

@@ -9,13 +9,15 @@ import polars as pl
 
 from shadowsync.data.fitting import TrainingRows
 from shadowsync.data.values import form_of, is_list, value_type
-from shadowsync.data.writer import as_yaml
 from shadowsync.errors import DataError
+from shadowsync.registry import nearest
 
 LOOKED_AT = 500_000
 """Rows, spread over all of them."""
 LABELS = ("label", "click", "clicked", "is_click", "target", "y", "conversion", "is_conversion", "purchase", "like")
 """Names that a label usually has, the likeliest first; capital letters do not matter."""
+ROLES = ("label", "weight")
+"""Why a column is left out of what a model is given, though it is read."""
 _CODES = 256  # whole numbers of at most so many values are codes or small counts: each can have a row of its own
 _WORDS = 10_000  # texts of at most so many values make a vocabulary
 _SHARE_OF_ROWS = 0.95  # with more values than this share of the rows, hardly any comes again
@@ -66,8 +68,7 @@ class Looks:
         kinds: dict[str, list[str]] = {}
         for name, becomes in self.declared.items():
             kinds.setdefault(becomes["kind"], []).append(name)
-        said = ("label", "weight")
-        left_out = [f"{one.name} ({one.why})" for one in self.columns if one.becomes is None and one.why not in said]
+        left_out = [f"{one.name} ({one.why})" for one in self.columns if one.becomes is None and one.why not in ROLES]
         told = [f"{kind} {', '.join(names)}" for kind, names in kinds.items()]
         told += [f"left out {', '.join(left_out)}"] if left_out else []
         labels = ", ".join(one.name for one in self.columns if one.why == "label")
@@ -81,9 +82,13 @@ def look(source: TrainingRows, label: str | None, answers: Mapping[str, str] = _
     default, it is looked for among usual names, unless `data.labels` names others.
 
     Raises:
-        DataError: there is no label, or the files hold other columns.
+        DataError: there is no label, or no column that `answers` names, or the files hold other columns.
     """
     types = next(iter(source.types()))
+    for name, key in answers.items():
+        if name not in types and key != "data.label":
+            has = ", ".join(list(types)[:50])
+            raise DataError(f"there is no column {name!r} ({key}){nearest(name, types)}; there are {has}")
     try:
         frame = pl.concat(source.frames(list(types), LOOKED_AT), how="vertical_relaxed")
     except pl.exceptions.PolarsError as error:
@@ -95,20 +100,6 @@ def look(source: TrainingRows, label: str | None, answers: Mapping[str, str] = _
     said = {name: "weight" if key == "data.weight" else "label" for name, key in answers.items()}
     said |= {} if label is None else {label: "label"}
     return Looks(tuple(_look(frame[name], said.get(name)) for name in types), label, source.rows, len(frame))
-
-
-def yaml_of(looks: Looks, source: Mapping[str, Any]) -> str:
-    """A configuration that trains on these columns; `source` has the other keys of its `data` section.
-
-    Raises `DataError` if no column could have ids.
-    """
-    if not any(becomes["kind"] != "dense" for becomes in looks.declared.values()):
-        raise DataError(
-            "no column looks as if it had ids, which a model needs: declare one, for instance "
-            "data.columns.NAME={kind: buckets, count: 20}"
-        )
-    given = dict(source) if looks.label is None else {**source, "label": looks.label}
-    return as_yaml({"data": {**given, "columns": looks.declared}})
 
 
 def _label(types: Mapping[str, pl.DataType], label: str | None) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import polars as pl
 import pytest
 import torch
 import wrapped_models
@@ -93,6 +94,22 @@ def test_the_job_equals_plain_torch_step_by_step(
 def test_servers_that_share_the_tables_change_nothing(clicks: Path, tmp_path: Path, name: str) -> None:
     embedding = {"servers": 2, "split_rows": 11, "unique_rows": "always"}
     equals_plain(clicks_settings(clicks, embedding=embedding, train={"prefetch": 0}), name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("optimizer", RATES)
+@pytest.mark.parametrize("name", ["first of a list", "in place", "shared, padded", "bags", "weights", "collections"])
+def test_batches_without_ids_are_those_of_plain_torch(clicks: Path, tmp_path: Path, name: str, optimizer: str) -> None:
+    emptied = pl.int_range(pl.len()) // (2 * BATCH) % 2 == 0  # every other slice, which is two batches
+    lists = [
+        pl.when(emptied).then(pl.col(column).list.head(0)).otherwise(pl.col(column)).alias(column)
+        for column in ("recent", "recent_weights")
+    ]
+    path = tmp_path / "rows.parquet"
+    pl.read_parquet(clicks).with_columns(lists).write_parquet(path)
+    embedding = {"optimizer": optimizer, "lr": RATES[optimizer]}
+    config = clicks_settings(path, embedding=embedding, data=weighted_data(name))
+    assert any(not len(batch.ids.select([2]).values) for batch in in_order(config))
+    equals_plain(config, name, tmp_path / "out")
 
 
 def test_padding_is_not_trained(clicks: Path, tmp_path: Path) -> None:

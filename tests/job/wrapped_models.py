@@ -125,6 +125,17 @@ class InPlace(Model):
         return self.out(self.activation(self.hidden(vectors)))
 
 
+class FirstOfList(Model):
+    """Takes one id of a list, if there is one in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * DIM)
+        self.users, self.recent = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
+
+    def forward(self, user: Tensor, recent: Tensor) -> Tensor:
+        return self.out(self.users(user), self.recent(recent[:, :1]).sum(dim=1))
+
+
 class OneTable(Model):
     """As torchfm has it: all columns in one table, each behind the one before, and one more table of width 1."""
 
@@ -251,6 +262,7 @@ def weighted(batch: Inputs) -> tuple[Tensor, ...]:
 CASES: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "by name": (ByName, {}),
     "in place": (InPlace, {}),
+    "first of a list": (FirstOfList, {}),
     "one table": (OneTable, {"inputs": {"x": ("user", "item")}}),
     "shared, padded": (Shared, {"inputs": {"item": "item", "history": lambda b: b.padded("recent", fill=ROWS)}}),
     "padded to a length": (Shared, {"inputs": lambda b: (b["item"], b.padded("recent", 3, fill=ROWS, left=True))}),
@@ -277,7 +289,7 @@ def called(model: nn.Module, name: str, batch: Batch) -> Tensor:
     given = CASES[name][1].get("inputs")
     if name == "by name":
         return model(inputs["user"], inputs["item"], inputs["price"])
-    if name == "in place":
+    if name in ("in place", "first of a list"):
         return model(inputs["user"], inputs["recent"])
     if name == "one table":
         return model(torch.stack([inputs["user"], inputs["item"]], dim=1))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.source import Feature, Schema
 from shadowsync.errors import ConfigError
+from shadowsync.models.vectors import Call, Pooled
 from shadowsync.models.wrapping import Site, Wrapped, wrap
 
 SCHEMA = Schema(("price",), (Feature("user", 9), Feature("item", 9), Feature("recent", 9, multi_hot=True)))
@@ -129,6 +130,30 @@ def test_asking_gives_the_ids_of_a_batch_without_what_is_padded() -> None:
     assert found.bag_offsets().tolist() == [0, 1, 1, 2, 3, 4, 5]
     assert [call.ids.tolist() for call in looked_up.calls] == [[7, 5, 7], [[1, 3], [2, 4]]]
     assert looked_up.ids.values is values
+
+
+def test_the_first_ids_of_lists_that_are_all_empty_are_none() -> None:
+    model = Tables(lambda t, b: t["a"](b["recent"][:, :1]).sum(dim=1), a=nn.Embedding(9, 2))
+    wrapped = wrap(model, lambda batch: batch).planned(SCHEMA)
+    ids = Jagged(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 2, 3, 4, 4, 4]), None, 3, 2)
+    found, looked_up = wrapped.ask(Batch(torch.zeros(2), torch.zeros(2, 1), ids), training=True)
+    assert found.bag_offsets().tolist() == [0, 0, 0]
+    pooled = Pooled(torch.zeros(2, 2, requires_grad=True), {"tables.a": 2}, looked_up=looked_up)
+    assert torch.equal(wrapped(torch.zeros(2, 1), pooled), torch.zeros(2))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_no_ids_at_all_have_the_gradients_of_plain_torch(mode: str) -> None:
+    plain = bag(mode=mode)
+    served = wrap(Tables(look_up_bag, a=plain), lambda batch: batch).model.tables["a"]
+    rows, offsets = torch.zeros(0, 2, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    weights = torch.zeros(0, requires_grad=True) if mode == "sum" else None
+    call = Call(torch.zeros(0, dtype=torch.int64), offsets, weights)
+    found = served.vectors(call, rows)
+    assert torch.equal(found, plain(*call))
+    found.sum().backward()
+    assert rows.grad is not None
+    assert weights is None or weights.grad is not None
 
 
 def test_ids_that_a_module_changes_in_place_are_changed_once() -> None:

@@ -106,7 +106,8 @@ class ServedEmbedding(Served, nn.Embedding):  # type: ignore[misc] # whose weigh
         return self._take(Call(input))
 
     def vectors(self, call: Call, rows: Tensor) -> Tensor:
-        found = rows.view(*call.ids.shape, self.embedding_dim)
+        # of a look-up with no ids servers pool bags with nothing in them, which are not wanted
+        found = rows[: call.ids.numel()].view(*call.ids.shape, self.embedding_dim)
         if self.padding_idx is None:
             return found
         return torch.where((call.ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
@@ -135,8 +136,8 @@ class ServedEmbeddingBag(Served, nn.EmbeddingBag):  # type: ignore[misc] # as ab
     def vectors(self, call: Call, rows: Tensor) -> Tensor:
         assert call.offsets is not None
         if not len(rows):  # `embedding_bag` refuses to look up in nothing
-            return rows.new_zeros(len(call.offsets) - 1, self.embedding_dim)
-        index, padded = torch.arange(len(rows), device=rows.device), None
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+        index, padded = torch.arange(len(call.ids), device=rows.device), None
         if self.padding_idx is not None and bool((is_padding := call.ids == self.padding_idx).any()):
             padded = int(is_padding.to(torch.uint8).argmax())
             index = index.masked_fill(is_padding, padded)
@@ -240,6 +241,8 @@ def _wanted(site: Site, call: Call, samples: int) -> tuple[Tensor, Tensor | None
     None for one; and weights, None for ones."""
     ids = call.ids.long()
     if site.form == "columns":
+        if not ids.numel():  # the first ids of lists that are all empty
+            return ids.flatten(), torch.zeros(samples * site.columns, dtype=torch.int64), None
         return (ids if site.columns == 1 else ids.reshape(samples, site.columns).t()).flatten(), None, None
     if site.form == "rows":  # whose they are does not matter
         return ids.flatten(), F.pad(torch.tensor([ids.numel()]), (0, samples))[:samples], None

@@ -20,8 +20,10 @@ from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, as_trained, choose_all, named_module
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
+from shadowsync.data.columns import Fit
 from shadowsync.data.csv import Csv
 from shadowsync.data.files import FileOptions, FileRows, large_columns
+from shadowsync.data.fitting import Learnt
 from shadowsync.data.frame import TableOptions, batch_of
 from shadowsync.data.labels import Task, answers, predicted
 from shadowsync.data.parquet import Parquet
@@ -437,7 +439,9 @@ def _keep_data(source: OpenSource, path: Path) -> None:
 
 def parquet_of(schema: Schema, path: str) -> Parquet:
     """The parquet source that reads what `write_parquet` writes for a source of this schema."""
-    return build(Parquet, section_of(schema, path, weighted=False), "data")
+    source = build(Parquet, section_of(schema, path, weighted=False), "data")
+    lists = {feature.name: Fit(listed=True) for feature in schema.features if feature.multi_hot}
+    return source.with_learnt(Learnt(source.kinds, lists, {}, 0))
 
 
 def export_data(name: str, overrides: Sequence[str], out: Path) -> str:

@@ -21,6 +21,7 @@ from shadowsync.data import columns as kinds
 from shadowsync.data import fitting, tables
 from shadowsync.data.batch import Batch
 from shadowsync.data.fitting import Learnt, LearntState, learn
+from shadowsync.data.frame import batch_of
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.splits import Selected, open_parts
 from shadowsync.data.tables import OpenTable
@@ -256,6 +257,30 @@ def test_a_file_that_has_only_nulls_of_a_list_column_has_empty_lists(tmp_path: P
     source = registry.build(Parquet, {"path": str(tmp_path), "columns": {"tags": {"kind": kind, "rows": 9}}}, "data")
     found = open_again(source)
     assert [found.read(part).ids.bag_offsets().tolist() for part in found.slices(9)] == [[0, 0, 0], [0, 2, 2]]
+
+
+@pytest.mark.parametrize("declared", ["vocabulary", {"kind": "hash", "rows": 9}, {"kind": "as_is", "rows": 9}], ids=str)
+def test_rows_with_only_nulls_of_a_trained_list_column_have_empty_lists(tmp_path: Path, declared: Any) -> None:
+    trained = opened(tmp_path / "a.parquet", {"tags": [[1, 2], None, [1]]}, columns={"tags": declared})
+    learnt = kept(trained.source.learnt)
+    for nothing in (pl.Null(), pl.List(pl.Int64())):
+        nulls = {"tags": pl.Series([None, None], dtype=nothing)}
+        found = opened(tmp_path / "b.parquet", nulls, learnt, columns={"tags": declared})
+        assert found.schema.features[0].multi_hot
+        assert all_rows(found).ids.bag_offsets().tolist() == [0, 0, 0]
+
+
+def test_lists_without_values_go_with_lists_of_any_type() -> None:
+    built = registry.build(Parquet, {"path": "rows", "columns": {"tags": {"kind": "hash", "rows": 9}}}, "data")
+    source = built.unlabelled()
+    empty = pl.DataFrame({"tags": pl.Series([[], None], dtype=pl.List(pl.Null))})
+    frames = [empty, pl.DataFrame({"tags": [["x"], None]}), empty]
+    columns = source.read_alike([(frame.schema, "data") for frame in frames])
+    found = [batch_of(frame, source, columns) for frame in frames]
+    assert [batch.ids.bag_offsets().tolist() for batch, _ in found] == [[0, 0, 0], [0, 1, 1], [0, 0, 0]]
+    assert not any(problems for _, problems in found)
+    with pytest.raises(DataError, match=r"holds Int64, in data it holds List\(Null\): write all files with the same"):
+        source.read_alike([(frame.schema, "data") for frame in (empty, pl.DataFrame({"tags": [1]}))])
 
 
 def test_a_vocabulary_of_no_values_takes_any_type_of_them(tmp_path: Path) -> None:

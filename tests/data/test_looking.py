@@ -75,6 +75,11 @@ def test_every_type_becomes_something_or_is_left_out_for_a_reason(tmp_path: Path
     assert "request (it holds another value in nearly every row)" in looks.sentence
 
 
+def test_null_lists_are_counted_and_are_no_values(tmp_path: Path) -> None:
+    (tags,) = looks_of(tmp_path, {"label": [0, 1] * 50, "tags": [["a", "b"], None, [], ["a"]] * 25}).columns[1:]
+    assert (tags.nulls, tags.distinct, tags.becomes) == (25, 2, {"kind": "vocabulary"})
+
+
 def test_some_rows_of_many_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "PIECE", 100)
     monkeypatch.setattr(looking, "LOOKED_AT", 500)

@@ -57,6 +57,12 @@ def test_values_of_a_table(tmp_path):
     assert batch.ids.weights.tolist() == [1.0] * 6 + [0.5, 2.0]
 
 
+@pytest.mark.parametrize("kind", [pl.Null(), pl.List(pl.Int64())], ids=str)
+def test_lists_and_their_weights_may_be_null_in_all_rows(tmp_path, kind):
+    nulls = dict.fromkeys(("tags", "marks"), pl.Series([None] * 3, dtype=kind))
+    assert read(tmp_path, {**GOOD, **nulls}).ids.lengths().tolist() == [1] * 6 + [0] * 3
+
+
 def test_counts_are_logged_on_demand(tmp_path):
     dense = read(tmp_path, log_dense=True).dense
     assert torch.allclose(dense, torch.log1p(torch.tensor([[0.5, 3.0], [0.0, 0.0], [3.0, 7.0]])))

@@ -228,6 +228,33 @@ def test_a_kept_column_has_one_type_in_all_files(tmp_path: Path, data: tuple[Pat
     )
 
 
+@pytest.mark.parametrize("kind", [pl.Null(), pl.List(pl.Int64())], ids=str)
+def test_lists_that_are_null_in_every_row_are_empty(
+    tmp_path: Path, data: tuple[Path, Path], a_run: Path, kind: pl.DataType
+) -> None:
+    trained, rows = Trained(a_run), pl.read_parquet(data[1])
+    wanted = trained.predict(rows.with_columns(pl.col("many").list.head(0)))
+    null = rows.with_columns(pl.lit(None, dtype=kind).alias("many"))
+    null.write_parquet(tmp_path / "null.parquet")
+    null.write_ndjson(tmp_path / "null.jsonl")
+    for given in (null, [rows[:50], null[50:]], tmp_path / "null.parquet", tmp_path / "null.jsonl"):
+        found = trained.predict(given)
+        start = 50 if isinstance(given, list) else 0
+        torch.testing.assert_close(torch.from_numpy(found[start:]), torch.from_numpy(wanted[start:]))
+
+
+def test_lists_may_be_null_where_the_source_has_no_columns(tmp_path: Path) -> None:
+    given = settings(tmp_path / "none", model=SMALL_DLRM)
+    given["data"] = {"name": "synthetic", "rows": 100, "test_rows": 0, "slice_rows": 64, "multi_hot": 2, "features": 3}
+    Job(given, out=tmp_path / "out").run()
+    trained = Trained(tmp_path / "out")
+    columns: dict[str, Any] = {name: [0.0, 1.0] for name in trained.schema.dense}
+    names, none = [feature.name for feature in trained.schema.features], pl.Series([[], []], dtype=pl.List(pl.Int64))
+    null = trained.predict(columns | {name: [None, None] for name in names})
+    empty = trained.predict(columns | dict.fromkeys(names, none))
+    assert null.tolist() == empty.tolist()
+
+
 class OwnModel(nn.Module):
     """A user's own module, which knows nothing of this package."""
 

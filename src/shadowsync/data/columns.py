@@ -41,6 +41,7 @@ class Fit(msgspec.Struct, frozen=True, omit_defaults=True):
         mean, scale: a number becomes `(x − mean) / scale`.
         low, high: bounds to which numbers are moved before that.
         edges: between buckets, ascending.
+        listed: each row has a list of values.
     """
 
     form: str | None = None
@@ -49,6 +50,7 @@ class Fit(msgspec.Struct, frozen=True, omit_defaults=True):
     low: float | None = None
     high: float | None = None
     edges: tuple[float, ...] = ()
+    listed: bool = False
 
 
 @dataclass(frozen=True)

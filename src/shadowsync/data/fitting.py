@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shadowsync.data.columns import Buckets, Categorical, Dense, Fit, Kinds, Vocabulary, declared
 from shadowsync.data.source import Schema
-from shadowsync.data.values import SeriesCells, Values, form_of, value_type
+from shadowsync.data.values import SeriesCells, Values, form_of, is_list, value_type
 from shadowsync.serving import NOTHING
 
 ENOUGH_ROWS = 4_000_000
@@ -144,6 +144,9 @@ def learn(kinds: Kinds, tables: Mapping[str, str], source: TrainingRows) -> Lear
     fits = {name: fit for name, fit in learnt.items() if isinstance(fit, Fit)}
     for name, form in _forms(kinds.ids, source).items():
         fits[name] = msgspec.structs.replace(fits.get(name, Fit()), form=form)
+    for part in [one for name, kind in kinds.ids.items() for one in kind.parts(name)]:
+        if any(is_list(types[part]) for types in source.types()):
+            fits[part] = msgspec.structs.replace(fits.get(part, Fit()), listed=True)
     return Learnt(kinds, fits, {name: own for name, own in learnt.items() if isinstance(own, Values)}, rows)
 
 

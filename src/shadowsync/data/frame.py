@@ -234,29 +234,33 @@ class TableOptions:
         return list(dict.fromkeys((*self.answers, *of, *self.weights.values())))
 
     def read_alike(self, tables: Sequence[tuple[Types, str]]) -> Transforms:
-        """What becomes of the columns of tables, each with its place; where one has only nulls of a column the others
-        say what it is. Nothing becomes of any column if nothing is declared.
+        """What becomes of the columns of tables, each with its place; where one has only nulls of a column, or lists
+        without values, the others say what it is, and if none does, what the model was trained on. Nothing becomes of any
+        column if nothing is declared.
 
         Raises:
             ConfigError: a column has no size.
             DataError: any column is missing, of another type than it must be, or than in another table.
         """
-        listed = dict.fromkeys(self.kinds.ids, False)
-        seen: dict[tuple[str, str], tuple[object, int]] = {}
+        listed = {name: name in self.weights or self._learnt.fit(name).listed for name in self.kinds.ids}
+        seen: dict[tuple[str, str, str], tuple[object, int]] = {}
         for number, (types, place) in enumerate(tables if self.kinds.dense or self.kinds.ids else ()):
             self._check_types(types, place)
             for name, kind in self.kinds.ids.items():
                 for part in kind.parts(name):
                     if types[part] == pl.Null:
                         continue
-                    held = (kind.tells_apart and form_of(value_type(types[part])), is_list(types[part]))
-                    before, first = seen.setdefault((name, part), (held, number))
-                    if held != before:  # its ids would differ
-                        raise DataError(
-                            f"{place}: column {part!r} holds {types[part]}, in {tables[first][1]} it holds "
-                            f"{tables[first][0][part]}: write all files with the same types"
-                        )
-                    listed[name] |= is_list(types[part])
+                    listed[name], form = is_list(types[part]), form_of(value_type(types[part]))
+                    facts: dict[str, object] = {"listed": listed[name]}
+                    if kind.tells_apart and form != NOTHING:
+                        facts["form"] = form
+                    for what, held in facts.items():
+                        before, first = seen.setdefault((name, part, what), (held, number))
+                        if held != before:  # its ids would differ
+                            raise DataError(
+                                f"{place}: column {part!r} holds {types[part]}, in {tables[first][1]} it holds "
+                                f"{tables[first][0][part]}: write all files with the same types"
+                            )
         known = {name: values.known for name, values in self._learnt.values.items()}
         return Transforms({**self._learnt.described(), "weights": self.weights}, known, listed)
 
@@ -293,9 +297,11 @@ class TableOptions:
                 need(dense or listed, "data.pooling", parts[0], "lists, as it says how their rows are pooled")
             weights = None if dense else self.weights.get(name)
             if weights is not None:
-                need(is_list(types[parts[0]]), key, parts[0], "lists, as data.weights gives their ids weights")
+                listed = is_list(types[parts[0]]) or types[parts[0]] == pl.Null
+                need(listed, key, parts[0], "lists, as data.weights gives their ids weights")
                 held = type_of(weights, types, place, "data.weights")
-                need(is_list(held) and number(value_type(held)), "data.weights", weights, "lists of numbers")
+                numbers = value_type(held) == pl.Null or (is_list(held) and number(value_type(held)))
+                need(numbers, "data.weights", weights, "lists of numbers")
 
     def schema(self, columns: Transforms) -> Schema:
         """What a source of tables with these columns yields."""
@@ -332,7 +338,7 @@ def batch_of(frame: pl.DataFrame, options: TableOptions, columns: Transforms) ->
                 first[row] = Problem(row, told(row, before, values, after), **given)
 
     labels, row_weights = _answers(frame, options, note)
-    listed = {column.name for column in columns.ids if column.listed}
+    listed = {name for column in columns.ids if column.listed for name in (column.name, column.weights)}
 
     def cells_of(name: str, for_ids: bool) -> SeriesCells:
         nothing = name in listed and frame[name].dtype == pl.Null

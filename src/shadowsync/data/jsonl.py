@@ -26,6 +26,12 @@ class Jsonl(TextSource):
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
     as_missing: ClassVar[str] = "write null for a value that is missing"
 
+    def parsed_as(self, name: str) -> pl.DataType:
+        """Where the first rows have no value of a column of lists, null is a list, too."""
+        kind, weighted = super().parsed_as(name), {*self.weights, *self.weights.values()}
+        listed = name in weighted or (self.learnt is not None and self.learnt.fit(name).listed)
+        return pl.List(kind) if listed and self.types[name] == "Null" else kind
+
     def columns_of(self, lines: Lines) -> Sequence[str]:
         return tuple(self.look(lines))
 

@@ -63,7 +63,7 @@ from shadowsync.registry import names_code, option_names
 from shadowsync.report.callback import Callback, Callbacks, Watching, checked, named
 from shadowsync.report.files import frames_until, read_events, read_frames, write_atomically
 from shadowsync.report.reporter import Reporter
-from shadowsync.report.result import Result, cores
+from shadowsync.report.result import EndedSection, Result, cores
 from shadowsync.report.words import left_out
 from shadowsync.rpc.errors import GONE
 from shadowsync.runs import (
@@ -449,7 +449,9 @@ class _Run:
             self._notice(reporter, saving=False)  # who died meanwhile
             validated = None if self.validation is None else self.validation.section()
             startup_s = started - self.began
-            result = make_result(config, self.session, self.keeping, startup_s, self.load_s, test, units, validated)
+            result = make_result(
+                config, self.session, self.keeping, startup_s, self.load_s, test, units, validated, self._why_ended()
+            )
             reporter.finish(result)
         self.callbacks.tell("on_end", result, None)
         return result
@@ -527,7 +529,7 @@ class _Run:
 
     def _end_in_time(self) -> None:
         self._ends_at, reader = math.inf, self.session.reader
-        if not reader.finished:
+        if not reader.finished and self._why_over is None:
             self._out_of_time = True
             limit, of = self.config.train.time_limit, self.session.total_samples
             self._tell(
@@ -716,6 +718,16 @@ class _Run:
             raise Interrupted(f"stopped by {request.name} after {reader.trained} samples; {saved}")
         why = self.session.given_up or "every trainer died"
         raise RunError(f"{why}, after {reader.trained} of {self.session.total_samples} samples; {saved}")
+
+    def _why_ended(self) -> EndedSection:
+        """Of a job that has ended as it should."""
+        reader, epochs, limit = self.session.reader, self.config.data.epochs, self.config.train.time_limit
+        if reader.finished:
+            return EndedSection(why="epochs", detail=f"every row of data.epochs={epochs} was trained")
+        done = f"after {reader.trained:,} of {self.session.total_samples:,} samples"
+        if self._out_of_time:
+            return EndedSection(why="time_limit", detail=f"train.time_limit={limit} was over {done}")
+        return EndedSection(why="early_stopping", detail=f"{done}: {self._why_over}")
 
     def _evaluate(self) -> tuple[TestMetrics | None, Units | None]:
         if (test := self.session.test_source) is None or self.measuring is None:

@@ -21,6 +21,7 @@ def make_result(
     test: TestMetrics | None,
     units: Units | None,
     validation: result.ValidationSection | None,
+    ended: result.EndedSection,
 ) -> result.Result:
     """All sections; `config` holds every default, `test` and `units` are of the test rows."""
     train, quality, speed = session.config.train, session.recorder.quality, session.recorder.speed()
@@ -30,6 +31,7 @@ def make_result(
         versions=result.versions(),
         machine=result.machine(),
         data=_data(session, test, validation),
+        ended=ended,
         validation=validation,
         test=_test(session, test),
         units=units,

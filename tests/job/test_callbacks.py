@@ -167,6 +167,9 @@ def test_a_run_whose_time_is_up_ends_like_a_finished_one_and_goes_on(tmp_path: P
     left = 200 if valid else 220
     assert 0 < result.data.trained_samples < left
     assert result.test is not None
+    assert result.ended is not None
+    assert result.ended.why == "time_limit"
+    assert result.ended.detail.startswith(f"train.time_limit=0.2s was over after {result.data.trained_samples} of ")
     assert any("train.time_limit=0.2s" in sentence for sentence in decided(tmp_path / "out"))
     assert len(checkpoints(tmp_path / "out")) >= 1
     if valid:
@@ -175,6 +178,10 @@ def test_a_run_whose_time_is_up_ends_like_a_finished_one_and_goes_on(tmp_path: P
     given["train"] |= {"time_limit": None, "emulate_step_ms": None}
     result, after = train_counted(given, tmp_path / "out", resume=tmp_path / "out")
     assert result.data.trained_samples == left
+    assert result_of(tmp_path / "out")["ended"] == {
+        "why": "epochs",
+        "detail": "every row of data.epochs=1 was trained",
+    }
     assert (first + after).total() == left
 
 

@@ -82,7 +82,8 @@ def test_a_model_that_overfits_is_stopped_and_the_result_says_why_and_when(stopp
     assert validation.stopped is not None
     assert "validation logloss was not better than" in validation.stopped
     assert "the last 4 time(s) (train.patience)" in validation.stopped
-    assert read_result(out).validation == validation
+    assert (result.ended.why, validation.stopped in result.ended.detail) == ("early_stopping", True)
+    assert (read_result(out).validation, read_result(out).ended) == (validation, result.ended)
     assert any(told.startswith("training ends early, after") for told in decided(out))
 
 

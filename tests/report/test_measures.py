@@ -8,7 +8,7 @@ from fake_runs import make_frames, make_gradient_result, make_recovery_result, m
 
 from shadowsync.metrics.history import Frame
 from shadowsync.report.measures import KEY_NUMBERS, LIVE, OF_AGGREGATION, OF_RECOVERY, figures, key_numbers, scalars
-from shadowsync.report.result import ComputingSection
+from shadowsync.report.result import ComputingSection, EndedSection
 
 
 class Watched:
@@ -32,7 +32,7 @@ def test_every_field_of_a_frame_is_shown_somewhere() -> None:
 def test_every_measure_of_a_result_is_read_from_where_it_is() -> None:
     for result in (
         make_gradient_result(recovery=make_recovery_result()),
-        make_result(computing=ComputingSection("bf16", "torch")),
+        make_result(computing=ComputingSection("bf16", "torch"), ended=EndedSection(why="epochs", detail="all of it")),
     ):
         for table in (KEY_NUMBERS, OF_AGGREGATION, OF_RECOVERY):
             for measure in table:

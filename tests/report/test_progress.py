@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.reporter import Progress, final_table, progress_line, trainer_speeds
-from shadowsync.report.result import ComputingSection, DataSection, RecoverySeconds, RecoverySection, Result
+from shadowsync.report.result import ComputingSection, DataSection, EndedSection, RecoverySeconds, RecoverySection, Result
 
 
 def line_of(seconds_left: float | None = 75, trainers: int = 1, **changed: Any) -> str:
@@ -200,6 +200,12 @@ def test_final_table_has_one_line_per_row_in_80_columns() -> None:
     shown = table_of(result, 80)
     assert len(shown.splitlines()) == len(key_numbers(result))
     assert "…" not in shown
+
+
+def test_why_training_ended_is_a_row_of_the_final_table() -> None:
+    ended = EndedSection(why="early_stopping", detail="after 40 of 90 samples: nothing was better")
+    shown = [" ".join(line.split()) for line in table_of(make_result(ended=ended)).splitlines()]
+    assert "training ended by early stopping after 40 of 90 samples: nothing was better" in shown
 
 
 def test_final_table_cuts_no_number_where_a_meaning_or_a_value_is_long() -> None:

@@ -12,6 +12,7 @@ from shadowsync.errors import DataError, SaveError
 from shadowsync.report.result import (
     AggregationSection,
     DataSection,
+    EndedSection,
     RecoverySeconds,
     RecoverySection,
     Result,
@@ -23,6 +24,7 @@ from shadowsync.report.result import (
 
 def whole_result() -> Result:
     return make_result(
+        ended=EndedSection(why="time_limit", detail="train.time_limit=30m was over after 5 of 9 samples"),
         aggregation=AggregationSection(global_steps=10, dropped=1, mean_staleness=0.5, max_staleness=3),
         recovery=RecoverySection(
             failures=1,
@@ -40,7 +42,7 @@ def test_the_keys_are_those_of_the_design(tmp_path: Path) -> None:
     assert read_result(tmp_path) == whole_result()
     assert set(found) == {
         *("config", "seed", "versions", "machine", "data", "test", "train", "throughput", "sync", "wire"),
-        *("aggregation", "recovery"),
+        *("aggregation", "recovery", "ended"),
     }
     assert set(found["data"]) == {"train_samples", "trained_samples", "test_samples"}
     assert {"auc", "ne", "logloss", "calibration"} < set(found["test"])
@@ -49,6 +51,7 @@ def test_the_keys_are_those_of_the_design(tmp_path: Path) -> None:
     assert set(found["sync"]) == {"method", "schedule", "count", "average_gap"}
     assert set(found["wire"]["bytes"]) == set(found["wire"]["raw_bytes"]) == {"pull", "push", "dense"}
     assert set(found["aggregation"]) == {"global_steps", "dropped", "mean_staleness", "max_staleness"}
+    assert set(found["ended"]) == {"why", "detail"}
     assert set(found["recovery"]) == {"failures", "pls", "saves", "seconds", "interval_s", "mode"}
     assert set(found["recovery"]["seconds"]) == {"save", "load", "lost", "wait"}
 

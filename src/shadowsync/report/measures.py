@@ -234,10 +234,6 @@ def _best_meaning(validation: ValidationSection) -> str:
     )
 
 
-def _stopped(validation: ValidationSection) -> str:
-    return validation.stopped or ""
-
-
 def _made_by(done: AggregationSection) -> str:
     if done.method is None:
         return "committed by the aggregator"
@@ -510,7 +506,7 @@ KEY_NUMBERS: tuple[Final, ...] = (
     ),
     Final("test"),
     Final("validation.best", _best_name, _best_meaning, _some(words.decimal)),
-    Final("validation.stopped_samples", "stopped early", _stopped, _some(words.count)),
+    Final("ended.why", "training ended by", "{0.detail}", lambda why: why.replace("_", " ")),
     Final("train.ne_window", "training NE, last window", "predictions made before training on them"),
     Final("units"),
     Final("train.astray", "training NE, worst", _ASTRAY, _some(lambda peak: words.decimal(peak.ne))),

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -52,6 +52,14 @@ class DataSection(_ResultSection, frozen=True):
     test_samples: int
     valid_samples: int | None = None
     skipped_rows: int | None = None
+
+
+class EndedSection(_ResultSection, frozen=True):
+    """Why training ended: at the last row of `data.epochs`, by `train.patience` or by `train.time_limit`; `detail` says
+    it as a sentence."""
+
+    why: Literal["epochs", "early_stopping", "time_limit"]
+    detail: str
 
 
 class ValidationSection(_ResultSection, frozen=True):
@@ -240,6 +248,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     versions: dict[str, str]
     data: DataSection
     throughput: ThroughputSection
+    ended: EndedSection | None = None
     computing: ComputingSection | None = None
     train: TrainSection | None = None
     validation: ValidationSection | None = None

@@ -247,7 +247,8 @@ class TrainConfig(Section):
     """samples of the job over which both learning rates rise from 0; more starts more gently; null is a twentieth of
     the run (50,000 at most), or 20 steps of all workers (a quarter of the run at most) if that is more"""
     decay: Literal["none", "linear", "cosine"] = "none"
-    """how both learning rates fall after the warm-up, to final_lr at the end"""
+    """how both learning rates fall after the warm-up, to final_lr with the last sample of data.epochs: planned by
+    samples, so that time_limit and patience cut it short"""
     final_lr: float = Field(0.0, ge=0, le=1, description="share of the learning rate left at the end of the decay")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of initial values and of the order of the data")
     prefetch: int | None = Field(None, ge=0, le=64)
@@ -262,7 +263,8 @@ class TrainConfig(Section):
     cores; nothing is learned"""
     time_limit: str | None = None
     """training ends after so long, as 90s, 30m, 2h or 1d, or with data.epochs if that comes first; the state is then
-    saved and tested, and --resume goes on for as long again"""
+    saved and tested, and --resume goes on for as long again. It does not hasten decay, which follows the samples of
+    data.epochs"""
     save_every_s: float | None = Field(None, gt=0, le=EMULATED_S)
     """seconds between checkpoints; None saves at the end only"""
     keep: int = Field(2, ge=1)

@@ -214,6 +214,28 @@ class Hits(Metric):
         return self.hits / self.seen
 
 
+class Weighted(Hits):
+    """Takes the weights of rows."""
+
+    def update(self, predictions: Any, labels: Any, weights: Any) -> None:  # type: ignore[override]
+        self.hits += (((predictions > 0.5) == labels.bool()) * weights).sum()
+        self.seen += weights.sum()
+
+
+class ByKeyword(Weighted):
+    """Calls them as scikit-learn does."""
+
+    def update(self, predictions: Any, labels: Any, *, sample_weight: Any = None) -> None:  # type: ignore[override]
+        super().update(predictions, labels, sample_weight)
+
+
+class OfTwo(Hits):
+    """What it calls weight is the labels' place."""
+
+    def update(self, value: torch.Tensor, weight: torch.Tensor) -> None:  # type: ignore[override]
+        super().update(value, weight)
+
+
 class Undecided(Hits):
     """Nobody says what is better."""
 
@@ -240,6 +262,17 @@ def test_a_metric_of_torchmetrics_is_fed_in_parts(monkeypatch: pytest.MonkeyPatc
         ranks.append(1 / (labels.index(1) + 1) if 1 in labels else 0.0)
     assert by_group.value(table.filter(pl.int_range(pl.len()).over("group", "logit") == 0)) is not None
     assert 0 < np.mean(ranks) <= 1
+
+
+@pytest.mark.parametrize(("name", "weighted"), [("Weighted", 1), ("ByKeyword", 1), ("Hits", 0), ("OfTwo", 0)])
+def test_a_metric_that_takes_weights_is_given_those_of_the_rows(
+    monkeypatch: pytest.MonkeyPatch, name: str, weighted: int
+) -> None:
+    monkeypatch.setattr("shadowsync.metrics.named._FED_ROWS", 7)
+    table = frame([(z % 13 - 6, z % 3 % 2, 0, z % 4) for z in range(50)])
+    right = ((table["prediction"] > 0.5) == (table["label"] == 1)).to_numpy()
+    expected = np.average(right, weights=table["weight"].to_numpy() if weighted else None)
+    assert named("train.measures", f"{__name__}:{name}").value(table) == pytest.approx(expected)
 
 
 CLICK, NUMBER = Task("click"), Task("watched", "mse")

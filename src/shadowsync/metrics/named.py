@@ -4,6 +4,7 @@ They are in a frame: `logit`, `prediction`, `label` (of clicks int64), `weight`,
 column as a word of 64 bits.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from shadowsync.registry import imported, names_code, nearest
 PLAIN: Mapping[str, bool] = {"auc": True, "ne": False, "logloss": False}
 """Measures that there always are, each with whether more is better."""
 _FED_ROWS = 8192
+_WEIGHTS = ("weights", "weight", "sample_weights", "sample_weight")
+"""What a metric may call the rows' weights, behind predictions and labels."""
 _FORM = re.compile(r"(?P<name>[^@(]+)(@(?P<k>[1-9]\d{0,8}))?(\((?P<column>.+)\))?")
 
 Value = Callable[[pl.DataFrame], float | None]
@@ -30,7 +33,7 @@ class Metric(Protocol):
 
     higher_is_better: bool | None
 
-    def update(self, *rows: Any, **indexes: Any) -> None: ...
+    def update(self, *rows: Any, **more: Any) -> None: ...
 
     def compute(self) -> Any: ...
 
@@ -117,7 +120,8 @@ ALWAYS: Mapping[str, tuple[str, ...]] = {"logloss": (), "mse": ("rmse",), "poiss
 
 def named(key: str, name: str) -> Measure:
     """The measure that `name` asks for at `key` of the configuration: `pr_auc`, `gauc(user)`, `ndcg@10(session)`, or a
-    metric of torchmetrics as `package.module:Class`, with a column where it wants `indexes`.
+    metric of torchmetrics as `package.module:Class`, with a column where it wants `indexes`. That is given the rows'
+    weights if its `update` takes any.
 
     Raises:
         ConfigError: there is none of that name, or it is not written so.
@@ -190,7 +194,8 @@ def _of_torchmetrics(key: str, name: str, path: str, column: str | None) -> Meas
     made = imported(key, path)
     try:
         metric = cast("Metric", made())
-        higher, _ = metric.higher_is_better, (metric.update, metric.compute)
+        higher, _ = metric.higher_is_better, metric.compute
+        weights = next((each for each in [*inspect.signature(metric.update).parameters][2:] if each in _WEIGHTS), None)
     except Exception as error:
         raise ConfigError(
             f"{key}={name}: {path.partition(':')[2]}() gives no metric of torchmetrics ({error}): name a class that "
@@ -202,9 +207,11 @@ def _of_torchmetrics(key: str, name: str, path: str, column: str | None) -> Meas
         try:
             for part in rows.iter_slices(_FED_ROWS):
                 label = part["label"].to_torch()
-                groups = {} if column is None else {"indexes": part["group"].to_torch()}
+                more = {} if column is None else {"indexes": part["group"].to_torch()}
+                if weights is not None:
+                    more[weights] = part["weight"].to_torch().float()
                 label = label.float() if label.is_floating_point() else label
-                metric.update(part["prediction"].to_torch().float(), label, **groups)
+                metric.update(part["prediction"].to_torch().float(), label, **more)
             return float(metric.compute())
         except Exception as error:
             raise ConfigError(f"{key}={name} cannot be measured on these rows: {str(error).splitlines()[0]}") from error

@@ -97,8 +97,9 @@ class TowerSpec(ModelSpec):
     """A model with towers of layers.
 
     Attributes:
-        dropout: share of each hidden layer's outputs that are 0 in a training step, others each time; more keeps a
-            model from learning its rows by heart, and slows it down.
+        dropout: share of each hidden layer's outputs in the towers that are 0 in a training step, others each time,
+            while the rest are scaled up to keep the mean; afterwards (validation, evaluation, prediction, export)
+            nothing is left out. More keeps a model from learning its rows by heart, and slows it down.
         norm: what a hidden layer's outputs are normalised by before their ReLU. `batch`, by the samples of a training
             step, and by running statistics afterwards; `layer`, by the sample's own outputs; `none`.
     """

@@ -12,7 +12,14 @@ from rich.console import Console
 
 from shadowsync.report.measures import key_numbers
 from shadowsync.report.reporter import Progress, final_table, progress_line, trainer_speeds
-from shadowsync.report.result import ComputingSection, DataSection, EndedSection, RecoverySeconds, RecoverySection, Result
+from shadowsync.report.result import (
+    ComputingSection,
+    DataSection,
+    EndedSection,
+    RecoverySeconds,
+    RecoverySection,
+    Result,
+)
 
 
 def line_of(seconds_left: float | None = 75, trainers: int = 1, **changed: Any) -> str:

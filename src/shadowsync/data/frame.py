@@ -235,8 +235,8 @@ class TableOptions:
 
     def read_alike(self, tables: Sequence[tuple[Types, str]]) -> Transforms:
         """What becomes of the columns of tables, each with its place; where one has only nulls of a column, or lists
-        without values, the others say what it is, and if none does, what the model was trained on. Nothing becomes of any
-        column if nothing is declared.
+        without values, the others say what it is, and if none does, what the model was trained on. Nothing becomes of
+        any column if nothing is declared.
 
         Raises:
             ConfigError: a column has no size.

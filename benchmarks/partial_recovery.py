@@ -108,7 +108,9 @@ class Cell:
     def _mode(self) -> list[str]:
         if self.way == "full":
             return ["recovery.mode=full"]
+        at_once = max(1, math.floor(self.share * self.servers + 0.5))  # as the script of failures rounds it
         partial = ["recovery.mode=partial", f"recovery.target_pls={self.target_pls:g}"]
+        partial.append(f"recovery.prior_lost_servers={at_once}")
         if self.way in PRIORITIES:
             partial += [f"recovery.priority={self.way}", f"recovery.min_rows={MIN_ROWS}"]
         if self.late or self.way == "naive":

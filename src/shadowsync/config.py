@@ -378,6 +378,9 @@ class RecoveryConfig(Section):
     """seconds that loading costs, as believed before the first one; null: as a save"""
     prior_restart_s: float = Field(15.0, ge=0, le=EMULATED_S)
     """seconds until a server is replaced, as believed before the first failure"""
+    prior_lost_servers: float = Field(1.0, ge=1, le=1024)
+    """partial: embedding servers that one failure takes, as believed before the first one; more saves more often at
+    first"""
     emulate_job_s: float | None = Field(None, gt=0, le=EMULATED_S)
     """in one process: the job stands for one of so many seconds; saves and failures follow that clock, each costs what
     prior_*_s say, and nobody waits for it"""

@@ -30,11 +30,12 @@ _MEANINGS = {
     "fail_s": "between failures",
     "hours": "the job",
     "servers": "embedding servers",
+    "lost_servers": "lost at once",
     "target_pls": "target PLS",
-    "share": "rows in a save by priority",
+    "share": "saved by priority",
 }
 _LIMITS = {"target_pls": 1.0, "share": 1.0}
-_MAY_BE_ZERO = ("save_s", "load_s", "restart_s")
+_LEAST = {"save_s": 0.0, "load_s": 0.0, "restart_s": 0.0, "lost_servers": 1.0}
 _MAY_BE_INFINITE = ("fail_s", "hours")
 
 
@@ -67,11 +68,11 @@ def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
     """
     given = {name: value for name, value in numbers.items() if value is not None}
     for name, value in given.items():
-        least = 0.0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+        least = _LEAST.get(name, math.ulp(0.0))
         most = math.inf if name in _MAY_BE_INFINITE else _LIMITS.get(name, 1e18)
         if not least <= value <= most:
             below = "" if math.isinf(most) else f" and at most {most:g}"
-            above = "above 0" if least else "0 or above"
+            above = f"{least:g} or above" if name in _LEAST else "above 0"
             raise ConfigError(f"{_option(name)} {value:g}: it must be {above}{below}")
     rows, dim = given.pop("rows", None), given.pop("dim", None)
     if (rows is None) != (dim is None):
@@ -95,12 +96,13 @@ def plan_recovery(folder: Path | None, **numbers: float | None) -> RecoveryPlan:
         "fail_s": Figure(priors.fail_s, "assumed"),
         "target_pls": Figure(Goal().target_pls, "assumed"),
         "hours": Figure(math.inf, "not known"),
+        "lost_servers": Figure(priors.lost_servers, "assumed"),
         "share": Figure(0.125, "assumed"),
     }
     figures = assumed | figures
     values = {name: figure.value for name, figure in figures.items()}
     costs = Costs(
-        **{name: values[name] for name in ("save_s", "load_s", "restart_s", "fail_s")},
+        **{name: values[name] for name in ("save_s", "load_s", "restart_s", "fail_s", "lost_servers")},
         servers=int(values["servers"]),
         job_s=3600 * values["hours"],
     )
@@ -124,6 +126,7 @@ def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, tuple[int, i
         "servers": server_count(config),
         "target_pls": settings.goal.target_pls,
         "fail_s": settings.priors.fail_s,
+        "lost_servers": settings.priors.lost_servers,
         "share": config.recovery.share,
     }
     found = {name: Figure(value, "the run's configuration") for name, value in configured.items()}

@@ -75,12 +75,20 @@ def test_the_length_of_the_job_bounds_the_intervals(shadowsync: CommandLine) -> 
     assert cells["expected PLS"][1] == "0.0223"
 
 
+def test_servers_that_fail_together_are_saved_more_often(shadowsync: CommandLine) -> None:
+    cells = rows_of(shadowsync(*PAPER, "--lost-servers", "4").out)
+    assert cells["lost at once"] == ["4", "--lost-servers", "given"]
+    assert cells["time between saves"] == ["2.22 h", "11.2 h"]
+    assert cells["expected PLS"] == ["0", "0.1"]
+
+
 def test_a_run_without_failures(trained: CommandLine) -> None:
     cells = rows_of(trained("plan", "recovery", "out").out)
     assert cells["a save"][1] == "--save-s"
     assert cells["a save"][2].startswith("measured: 1 ")
     assert cells["embedding servers"] == ["1", "--servers", "the run's configuration"]
     assert cells["between failures"] == ["28 h", "--fail-s", "the run's configuration"]
+    assert cells["lost at once"] == ["1", "--lost-servers", "the run's configuration"]
     assert cells["mfu"] == ["600 bytes", "25.00 %"], "3 tables of 50 rows of 16 bytes"
 
 
@@ -142,6 +150,7 @@ def test_a_run_whose_result_is_broken(trained: CommandLine) -> None:
         (("--save-s", "1", "--servers", "2", "--share", "0"), ["--share 0", "above 0"]),
         (("--save-s", "1", "--servers", "2", "--hours", "0"), ["--hours 0"]),
         (("--save-s", "1", "--servers", "0"), ["--servers"]),
+        (("--save-s", "1", "--servers", "2", "--lost-servers", "0.5"), ["--lost-servers 0.5", "1 or above"]),
         (("--save-s", "soon", "--servers", "2"), ["--save-s", "number"]),
         (("--save-s", "1", "--servers", "2", "--rows", "9"), ["--rows and --dim"]),
         (("nowhere",), ["nowhere", "no such folder"]),

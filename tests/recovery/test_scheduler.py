@@ -1,6 +1,7 @@
 """When a save is due, when the choice is made anew, and the costs measured on the way."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -137,6 +138,16 @@ def test_servers_that_fail_together_change_the_interval() -> None:
     assert said is not None
     assert held.decision.interval_s == pytest.approx(44.8 * HOUR / 4, rel=0.3)
     assert "a failure takes 4 servers" in said
+
+
+def test_servers_that_are_believed_to_fail_together_set_the_interval_until_one_failure_has_come() -> None:
+    held = CheckpointScheduler(Goal("partial"), replace(PRIORS, lost_servers=4.0), servers=8)
+    assert held.decision.interval_s == pytest.approx(44.8 * HOUR / 4)
+    assert held.decision.chosen.expected_pls == pytest.approx(0.1)
+    held.failed()
+    assert held.costs(28 * HOUR).lost_servers == 1
+    held.revise(28 * HOUR)
+    assert held.decision.interval_s == pytest.approx(44.8 * HOUR, rel=0.3)
 
 
 def test_a_cost_that_leaves_the_interval_alone_needs_no_sentence() -> None:

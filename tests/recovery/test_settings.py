@@ -35,10 +35,12 @@ def test_every_key_reaches_its_part() -> None:
         min_rows=7,
         interval_s=30.0,
         prior_fail_s=99.0,
+        prior_lost_servers=2.5,
         inject="gamma:mean_s=5,seed=3",
     )
     assert (found.goal.mode, found.goal.target_pls, found.goal.interval_s) == ("partial", 0.05, 30)
     assert (found.priors.fail_s, found.priority, found.share, found.min_rows) == (99, "mfu", 0.25, 7)
+    assert found.priors.lost_servers == 2.5
     assert found.schedules == (Gamma(mean_s=5.0, seed=3),)
 
 
@@ -60,6 +62,7 @@ def test_schedules_are_written_on_the_command_line_as_they_are() -> None:
         ({"mode": "partial", "share": 0.5}, "recovery.share=0.5 has no effect with recovery.priority=all"),
         ({"mode": "full", "priority": "scar"}, "recovery.priority=scar has no effect with recovery.mode=full"),
         ({"mode": "full", "target_pls": 0.2}, "recovery.target_pls=0.2 has no effect with recovery.mode=full"),
+        ({"mode": "full", "prior_lost_servers": 2.0}, "recovery.prior_lost_servers=2.0 has no effect with"),
         ({"interval_s": 9.0}, "recovery.interval_s=9.0 has no effect with recovery.mode=none"),
         ({"mode": "none", "prior_fail_s": 9.0}, "recovery.prior_fail_s=9.0 has no effect with recovery.mode=none"),
     ],
@@ -74,7 +77,17 @@ def test_a_key_at_its_default_is_no_mistake() -> None:
     assert settings(mode="full", priority="all", target_pls=0.1).goal.mode == "full"
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "some"}, {"target_pls": 0}, {"share": 1.5}, {"prior_fail_s": float("inf")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": "some"},
+        {"target_pls": 0},
+        {"share": 1.5},
+        {"prior_fail_s": float("inf")},
+        {"prior_lost_servers": 0.5},
+        {"prior_lost_servers": float("nan")},
+    ],
+)
 def test_values_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"recovery.{next(iter(wrong))}"):
         parse({"recovery": wrong})

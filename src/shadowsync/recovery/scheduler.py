@@ -21,13 +21,14 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Priors:
-    """What is believed before anything was measured, as in `Costs`; the first measurement of a duration replaces it.
+    """What is believed before anything was measured, as in `Costs`; the first measurement of one replaces it.
 
     Attributes:
         load_s: None: as long as a save.
         fail_s: infinite to believe the measurements alone.
         fail_spread: how sure that is: the truth is believed to be within a factor of e^spread, two times out of three.
             More follows the measurements sooner.
+        lost_servers: the first failure replaces it by the servers that it took.
     """
 
     save_s: float = 60.0
@@ -35,6 +36,7 @@ class Priors:
     restart_s: float = 15.0
     fail_s: float = 28 * 3600.0
     fail_spread: float = 1.0
+    lost_servers: float = 1.0
 
 
 def time_between_failures(priors: Priors, failures: int, exposure_s: float) -> float:
@@ -129,7 +131,7 @@ class CheckpointScheduler:
             load_s=self.measured.get("load_s", save_s if self.priors.load_s is None else self.priors.load_s),
             restart_s=self.measured.get("restart_s", self.priors.restart_s),
             fail_s=time_between_failures(self.priors, self.failures, max(now - self.started_s, 0.0)),
-            lost_servers=self._lost_servers / self.failures if self.failures else 1.0,
+            lost_servers=self._lost_servers / self.failures if self.failures else self.priors.lost_servers,
             servers=self.servers,
             job_s=self.job_s,
         )

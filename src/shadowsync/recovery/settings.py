@@ -53,7 +53,7 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
     if config.priority == EVERYTHING:
         idle |= dict.fromkeys(("share", "min_rows"), "recovery.priority=all: set scar, mfu or ssu")
     if policy is not None and not policy.by_priority:
-        by_priority = ("priority", "share", "min_rows", "target_pls")
+        by_priority = ("priority", "share", "min_rows", "target_pls", "prior_lost_servers")
         idle |= dict.fromkeys(by_priority, f"recovery.mode={mode}: set partial or auto")
     if policy is not None and not policy.saves:
         keys = ("interval_s", "prior_fail_s", "prior_save_s", "prior_load_s", "prior_restart_s", "emulate_job_s")
@@ -63,7 +63,13 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
             raise ConfigError(f"recovery.{key}={getattr(config, key)} has no effect with {where}, or leave it out")
     return RecoverySettings(
         goal=Goal(mode, config.target_pls, config.interval_s),
-        priors=Priors(config.prior_save_s, config.prior_load_s, config.prior_restart_s, config.prior_fail_s),
+        priors=Priors(
+            config.prior_save_s,
+            config.prior_load_s,
+            config.prior_restart_s,
+            config.prior_fail_s,
+            lost_servers=config.prior_lost_servers,
+        ),
         priority=config.priority,
         share=1.0 if config.priority == EVERYTHING else config.share,
         min_rows=config.min_rows,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, KINDS, SOURCE, TABLES, random_ids, train
+from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, KINDS, ROWS, SOURCE, TABLES, random_ids, train
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
@@ -16,10 +16,12 @@ from shadowsync.embedding import watching
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.requests import Lookup, RowLookup
 from shadowsync.embedding.routing import UniqueRows
-from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.server import EmbeddingServer, RowStep
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table, shares_of
 from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.embedding.watching import RowTracking
 from shadowsync.errors import CheckpointError, DataError
+from shadowsync.recovery.priority import MostFrequentlyUsed
 
 CUTS = [Shard(TABLES[0], 0, 17), Shard(TABLES[0], 17, 40), *(Shard(table, 0, table.rows) for table in TABLES[1:])]
 BIG = 20
@@ -28,7 +30,7 @@ BIG = 20
 class Watch:
     """Writes down what it is told."""
 
-    sees, compares = True, True
+    sees, counts, compares = True, False, True
 
     def __init__(self, exact: bool) -> None:
         self.exact = exact
@@ -105,6 +107,32 @@ def test_watches_hear_of_every_row_that_changed(
     assert len(wanted) == 4
     assert {name: set(watch.seen_rows) for name, watch in watches.items()} == wanted
     assert sum(map(len, wanted.values())) > 20
+
+
+@pytest.mark.parametrize("queued", [1, 1 << 20])
+def test_a_row_counts_once_in_each_step_however_it_crosses(queued: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pooled, as distinct rows, or held for a global step; batches hold rows several times, in two features as well."""
+    monkeypatch.setattr(watching, "QUEUED_IDS", queued)
+
+    def counted(unique: Any, held: bool) -> dict[str, list[int]]:
+        server = EmbeddingServer(CUTS, TorchStorage, ADAGRAD, 0, RowTracking(MostFrequentlyUsed, 0.5, BIG, 0))
+        job = EmbeddingClient(TABLES, SOURCE, [server], UniqueRows(unique, every=2))
+        for step in range(4):
+            pulled = job.pull(random_ids(ROWS, 20, step))
+            gradient = torch.ones_like(pulled.pooled)
+            if held:
+                job.hold(pulled, gradient, step).result()
+                server.commit(RowStep(step, {step: 1.0}, 1.0, 0.1, 0))
+            else:
+                job.push(pulled, gradient, 0.1).result()
+        server.watches._tell()
+        watches = zip(server.shards, server.watches._watches, strict=True)
+        return {shard.key: watch._counts.tolist() for shard, watch in watches if isinstance(watch, MostFrequentlyUsed)}
+
+    pooled = counted("never", held=False)
+    assert len(pooled) == 4
+    assert max(map(max, pooled.values())) == 4, "the steps, and not the look-ups"
+    assert pooled == counted("always", held=False) == counted("never", held=True) == counted("always", held=True)
 
 
 def test_the_word_comes_before_the_change_so_that_who_dies_in_between_has_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_a_watch_sees_the_rows_of_sequences():
     seen: list[Tensor] = []
 
     class Watch:
-        sees, compares = True, False
+        sees, counts, compares = True, False, False
 
         def seen(self, rows):
             seen.append(rows)

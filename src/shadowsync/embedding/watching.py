@@ -39,6 +39,7 @@ class RowPriority(ABC):
 
     Attributes:
         sees: it wants to know which rows change.
+        counts: it wants to hear of a row once for each push that changes it, else of each look-up.
         compares: it wants to know what was written of them.
         exact: it wants to know of each change before it is made, as nothing that was `seen` may be lost, not even with
             the process that saw it.
@@ -46,6 +47,7 @@ class RowPriority(ABC):
 
     name: ClassVar[str]
     sees: ClassVar[bool] = True
+    counts: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     exact: ClassVar[bool] = False
 
@@ -214,10 +216,17 @@ class RowWatches:
         values: NDArray[np.int64] = ids.values.numpy()
         offsets = range(len(values) + 1) if ids.offsets is None else ids.offsets.numpy()
         edges = offsets[:: ids.samples]
+        counted: dict[int, list[NDArray[np.int64]]] = {}
         for position, slot in enumerate(slots):
             index = self._of_slot[slot]
             if index in self._seeing:
-                yield index, values[edges[position] : edges[position + 1]]
+                rows = values[edges[position] : edges[position + 1]]
+                if self._seeing[index].counts:
+                    counted.setdefault(index, []).append(rows)
+                else:
+                    yield index, rows
+        for index, looked_up in counted.items():
+            yield index, np.unique(np.concatenate(looked_up))
 
     def _by_number(self, numbers: Tensor) -> Iterator[tuple[int, NDArray[np.int64]]]:
         values: NDArray[np.int64] = numbers.numpy()

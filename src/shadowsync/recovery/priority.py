@@ -84,6 +84,8 @@ class SubSampledUsed(RowPriority):
     Costs 4 bytes for each of the r · R entries (8 in a shard beyond 2³¹ rows), as much again while a save is being
     written, and at a push 15 µs for 13,000 accesses (one core).
 
+    An access is a look-up, but where servers are told the distinct rows of a step, those.
+
     In the paper an access takes any free entry, and a random one when the list is full. Here each row has one entry,
     which it shares with 1/r − 1 others and takes from them: no row stands in the list twice, so that it has room for
     more of them, and of those that share an entry the one used more is the likelier to stand in it.
@@ -155,20 +157,23 @@ def _held(entries: NDArray[Any]) -> NDArray[Any]:
 
 
 class MostFrequentlyUsed(RowPriority):
-    """An access counter per row, less what a saved row was picked for (CPR-MFU, arXiv 2011.02999).
+    """A counter per row of the steps that changed it, less what a saved row was picked for (CPR-MFU, arXiv 2011.02999).
 
+    In the paper accesses are counted. Here a row that a batch looks up several times counts once, however its rows
+    cross: of distinct rows and of gradients that wait for a global step, servers know no more than that it was there.
     In the paper the counter is set to 0, which forgets the accesses while the save was being written. Here only a save
     of every row does so.
 
-    Costs 4 bytes a row, at a push 16 µs for 13,000 accesses (one core), at a save three passes over
-    the counters, and between the pick and the word that its rows are saved 12 bytes for each of them. Among rows of as
-    many accesses as the last one taken, those taken change from save to save.
+    Costs 4 bytes a row, at a push 16 µs for 13,000 rows (one core), and a sort of each table's look-ups where those
+    cross; at a save three passes over the counters, and between the pick and the word that its rows are saved 12 bytes
+    for each of them. Among rows of as many steps as the last one taken, those taken change from save to save.
     """
 
     name: ClassVar[str] = "mfu"
+    counts: ClassVar[bool] = True
 
     def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
-        self._counts = allocate(*self.seen_parts(len(weights), share)[0])  # accesses of each row, int32 `[R]`
+        self._counts = allocate(*self.seen_parts(len(weights), share)[0])  # steps of each row, int32 `[R]`
         self._turn = 0
         self._forget()
 
@@ -195,7 +200,7 @@ class MostFrequentlyUsed(RowPriority):
     def saved(self, rows: Tensor, weights: Tensor | None) -> None:
         here, there = _matches(rows, self._picked)
         left = torch.zeros(len(rows), dtype=torch.int32)
-        left[here] = (self._counts[rows[here]] - self._as_picked[there]).clamp_(min=0)  # threads may lose an access
+        left[here] = (self._counts[rows[here]] - self._as_picked[there]).clamp_(min=0)  # threads may lose a step
         self._counts[rows] = left
         self._as_picked[there] = 0
         self._told += len(there)

@@ -34,7 +34,7 @@ class StepRule:
         row_lr: the same for the rows.
         rates: the factor on both, from the samples trained.
         rows_by_buffer: rows' gradients are divided as the dense ones; else each row's by the batches that contain it
-            (GBA, arXiv 2205.11048, algorithm 2).
+            (GBA, arXiv 2205.11048).
     """
 
     size: int

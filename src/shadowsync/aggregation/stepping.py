@@ -186,7 +186,7 @@ class ParameterSender:
 
 
 class DenseStepper:
-    """Applies global steps with the job's optimizer (GBA, arXiv 2205.11048, algorithm 2; a role).
+    """Applies global steps with the job's optimizer (GBA, arXiv 2205.11048; a role).
 
     Any thread may hold gradients and read versions; nobody waits for a step that is being made.
 

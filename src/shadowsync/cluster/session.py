@@ -334,7 +334,7 @@ class Session:
         In one process, where nobody can be killed, a trainer dies at its next step, and stays dead. An embedding server
         loses its rows: they become those of the last checkpoint, while the others go on. Where everybody would go back
         (`goes_back`), nothing is done but to account for it: the course of the job would be the same once more (as in
-        CPR's emulation, arXiv 2011.02999, section 5.1).
+        CPR's emulation, arXiv 2011.02999).
         """
         struck = [member for member in self._manager.supervisor.of_kind(kind) if member.index in indices]
         if not self._direct:

@@ -31,7 +31,7 @@ class RowPriority(ABC):
     """A way to choose which rows of a shard are worth writing next, as it follows one shard all of whose rows are saved
     as they are when it is made; they are numbered from 0 in it (its members are in `recovery`).
 
-    CPR, arXiv 2011.02999, section 5: instead of every row each T_save, the share r of the rows each r · T_save.
+    CPR, arXiv 2011.02999: instead of every row each T_save, the share r of the rows each r · T_save.
 
     `seen` comes from many threads at once and takes no lock: two threads at the same row, or a `saved` at the same
     moment, may lose an access, which makes a row a little less likely to be saved and nothing else. The other methods

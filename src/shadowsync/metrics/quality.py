@@ -380,8 +380,8 @@ def bin_of(logits: Tensor) -> Tensor:
 def normalized_entropy(loss_sum: float, label_sum: float, count: float) -> float | None:
     """Mean log loss over the entropy of the mean label; None until both labels were seen.
 
-    Defined by He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014), section 3: below 1
-    is better than always predicting the mean, and unlike the log loss it can be compared between data sets.
+    Defined by He et al., Practical Lessons from Predicting Clicks on Ads at Facebook (ADKDD 2014): below 1 is better
+    than always predicting the mean, and unlike the log loss it can be compared between data sets.
     """
     if not 0.0 < label_sum < count:
         return None

@@ -19,7 +19,7 @@ from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 @dataclass(frozen=True)
 class Dcn(TowerSpec):
-    """DCN-V2 (arXiv 2008.13535, sections 3.1 to 3.4); widths of the features may differ.
+    """DCN-V2 (arXiv 2008.13535); widths of the features may differ.
 
     Ours differs: no mixture of low-rank experts.
 
@@ -51,7 +51,7 @@ class Dcn(TowerSpec):
 
 
 class CrossLayer(nn.Module):
-    """`x_{l+1} = x_0 ⊙ (W x_l + b) + x_l`, with `W = U V` of rank `R` where one is given (equations 1 and 2)."""
+    """`x_{l+1} = x_0 ⊙ (W x_l + b) + x_l`, with `W = U V` of rank `R` where one is given."""
 
     def __init__(self, inputs: int, low_rank: int | None) -> None:
         super().__init__()

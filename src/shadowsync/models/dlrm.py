@@ -71,7 +71,7 @@ class DlrmModule(nn.Module):
 class DotInteraction(nn.Module):
     """`[B, V·D] → [B, P]`: the dot products of all pairs of different vectors, in the order of `torch.tril_indices`.
 
-    Source: arXiv 1906.00091, section 2.1.3. Ours differs in its backward pass only. The gradient of `Z = T Tᵀ` for a
+    Source: arXiv 1906.00091. Ours differs in its backward pass only. The gradient of `Z = T Tᵀ` for a
     symmetric gradient `S` of both triangles is `S T`, so one gather builds `S` and one product ends it, where
     autograd scatters into zeros, multiplies twice and adds.
     """

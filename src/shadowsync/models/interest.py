@@ -40,12 +40,12 @@ class Interest(TowerSpec):
 
 @dataclass(frozen=True)
 class Din(Interest):
-    """Deep Interest Network (arXiv 1706.06978, section 4.3); widths of the features may differ.
+    """Deep Interest Network (arXiv 1706.06978); widths of the features may differ.
 
     Ours differs: hidden layers have ReLUs where the paper has PReLU or Dice, whose statistics of the batch would make
     samples depend on each other; the activation unit sees difference and product of the two vectors, as in the authors'
-    code, instead of their outer product; dense columns go into the tower; there is no mini-batch aware regularisation
-    (section 5.1). As there, attention weights are not normalised, so that their sum says how strong an interest is.
+    code, instead of their outer product; dense columns go into the tower; there is no mini-batch aware regularisation.
+    As there, attention weights are not normalised, so that their sum says how strong an interest is.
 
     Attributes:
         attention: hidden widths of the activation unit; a last layer to the weight is appended.
@@ -110,7 +110,7 @@ class DinModule(nn.Module):
 class ActivationUnit(nn.Module):
     """The sum of a sample's behaviours, each times a learned function of itself and the target, `[B, D]`.
 
-    Source: arXiv 1706.06978, equation 3 and figure 2. Computed on the behaviours that there are, without padding: on a
+    Source: arXiv 1706.06978. Computed on the behaviours that there are, without padding: on a
     CPU up to twice as fast as with padded sequences of 0 to 10 behaviours, and as fast where all have 10.
     """
 

@@ -18,8 +18,8 @@ from shadowsync.models.vectors import NO_SEQUENCES, concatenate
 
 @dataclass(frozen=True)
 class YoutubeDnn(TowerSpec):
-    """The ranking network of "Deep Neural Networks for YouTube Recommendations" (Covington, Adams, Sargin, RecSys 2016,
-    section 4); widths of the features may differ.
+    """The ranking network of "Deep Neural Networks for YouTube Recommendations" (Covington, Adams, Sargin, RecSys
+    2016); widths of the features may differ.
 
     A feature with several ids per sample is averaged. Beside a dense column x stand its square and its root. Ours
     differs: columns come as the data gives them, where the paper has their quantiles in [0, 1), so that the root keeps

@@ -91,7 +91,7 @@ class FailureTimes(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Gamma(FailureTimes):
-    """Times between failures drawn from a gamma distribution, as in CPR's emulation (arXiv 2011.02999, section 5.1).
+    """Times between failures drawn from a gamma distribution, as in CPR's emulation (arXiv 2011.02999).
 
     Attributes:
         mean_s: mean time between failures in seconds, from 0.001 on, or

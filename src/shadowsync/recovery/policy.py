@@ -1,6 +1,6 @@
 """What recovery costs, how often each policy saves, and the choice between full and partial recovery.
 
-Pure formulas after CPR (Maeng et al., arXiv 2011.02999, sections 2 and 3). O_save, O_load, O_res and T_fail have these
+Pure formulas after CPR (Maeng et al., arXiv 2011.02999). O_save, O_load, O_res and T_fail have these
 names here: `save_s`, `load_s`, `restart_s`, `fail_s`; N is `servers`, T_total is `job_s`, T_save an `interval_s`.
 Shares of the time are of the whole wall-clock time, so they do not depend on how long the job is. PLS is the portion
 of lost samples: see `pls`.
@@ -213,7 +213,7 @@ class Decision:
 def decide(goal: Goal, costs: Costs) -> Decision:
     """The policy that was asked for; for `auto` partial if and only if it costs less than full, else full.
 
-    Each is weighed at its own interval (CPR, arXiv 2011.02999, section 3), or both at the one asked for. Ours differs
+    Each is weighed at its own interval (CPR, arXiv 2011.02999), or both at the one asked for. Ours differs
     in one point: where an interval cannot keep the target PLS (asked for, or no shorter than a save takes), full.
     """
     options = {}
@@ -249,7 +249,7 @@ def decide(goal: Goal, costs: Costs) -> Decision:
 
 
 class PlsAccount:
-    """Adds up what failures have cost in samples (CPR, arXiv 2011.02999, section 3.2).
+    """Adds up what failures have cost in samples (CPR, arXiv 2011.02999).
 
     A failure at sample S of server j, last saved whole at sample S_j, adds `(S − S_j)/S_total · share_j`, where the
     share is 1/N unless the servers' shares of the rows are given. As in the paper

@@ -14,7 +14,7 @@ from shadowsync.training.worker import Driver
 
 @dataclass(frozen=True)
 class Background(Schedule):
-    """Back to back, or at most every `every_s` seconds (ShadowSync, arXiv 2003.03477, section 3).
+    """Back to back, or at most every `every_s` seconds (ShadowSync, arXiv 2003.03477).
 
     In the paper the network sets the pace. On one machine there is none, and a shadow thread that never pauses would
     take a core from the workers and synchronise replicas that have not moved. So ours adds two rules: it waits until

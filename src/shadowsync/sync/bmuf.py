@@ -12,8 +12,8 @@ from shadowsync.sync.method import Group, State
 
 @dataclass(frozen=True)
 class Bmuf(ModelAveraging):
-    """Blockwise model-update filtering (Chen and Huo, ICASSP 2016; in the background: ShadowSync, arXiv 2003.03477,
-    section 3): `c = AllReduce(copy of w_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i ← (1−α) w_i + α w_g`.
+    """Blockwise model-update filtering (Chen and Huo, ICASSP 2016; in the background: ShadowSync, arXiv 2003.03477):
+    `c = AllReduce(copy of w_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i ← (1−α) w_i + α w_g`.
 
     With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block would start. `η = 1, μ = 0` is
     model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.

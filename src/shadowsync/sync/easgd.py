@@ -12,8 +12,8 @@ from shadowsync.sync.method import Group, State, SyncMethod
 
 @dataclass(frozen=True)
 class Easgd(SyncMethod):
-    """Elastic averaging (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651, equations 3 and 4), as ShadowSync uses it
-    (arXiv 2003.03477, section 3): centralised, and without a barrier between trainers.
+    """Elastic averaging (Zhang, Choromanska, LeCun 2015, arXiv 1412.6651), as ShadowSync uses it (arXiv
+    2003.03477): centralised, and without a barrier between trainers.
 
     `elastic`, the classical form, applies one difference to both sides: `d = α (w_i − w_PS); w_i −= d; w_PS += d`, so
     that `w_PS + Σ w_i` is conserved. `sequential` lets the replica see the new central copy:

@@ -14,7 +14,7 @@ from shadowsync.training.worker import Driver
 
 @dataclass(frozen=True)
 class EveryK(Schedule):
-    """Every k of a worker's own iterations (FR-EASGD-k, FR-MA and FR-BMUF of ShadowSync, arXiv 2003.03477, section 4).
+    """Every k of a worker's own iterations (FR-EASGD-k, FR-MA and FR-BMUF of ShadowSync, arXiv 2003.03477).
 
     With a centralised method each worker exchanges by itself. With a collective one the workers of a trainer stop
     until all of them have come and the trainers have averaged.

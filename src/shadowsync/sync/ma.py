@@ -11,7 +11,7 @@ from shadowsync.sync.method import Group, State, SyncMethod
 
 @dataclass(frozen=True)
 class ModelAveraging(SyncMethod):
-    """Model averaging (ShadowSync, arXiv 2003.03477, section 3): `c = AllReduce(copy of w_i) / n;
+    """Model averaging (ShadowSync, arXiv 2003.03477): `c = AllReduce(copy of w_i) / n;
     w_i ← (1−α) w_i + α c`.
 
     The all-reduce works on a copy while workers go on. In the background `α = 1` would throw away what they did

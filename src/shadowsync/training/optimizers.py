@@ -20,7 +20,7 @@ State = Mapping[str, list[Tensor]]
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "none": lambda _: 1.0,
     "linear": lambda progress: 1.0 - progress,
-    # half a period, without restarts (arXiv 1608.03983, equation 5)
+    # half a period, without restarts (arXiv 1608.03983)
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
 """Share of the way from the final to the full learning rate, from progress 0 (end of the warm-up) to 1 (end)."""

@@ -205,7 +205,8 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
     for task, part, setting in dict.fromkeys((row["task"], row["part"], row["setting"]) for row in compared):
         mine = [row for row in compared if (row["task"], row["part"], row["setting"]) == (task, part, setting)]
         gains = [row["gain"] for row in mine]
-        kept = [row["kept"][KINDS[part][0]] for row in mine if KINDS[part][0] in row.get("kept", {})]
+        shares = [[row["kept"][kind] for kind in KINDS[part] if kind in row.get("kept", {})] for row in mine]
+        kept = [share[0] for share in shares if share]
         lines.append(
             (
                 *(task, part, setting, len(mine), f"{statistics.fmean(row['fewer'] for row in mine):.1f}"),

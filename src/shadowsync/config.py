@@ -360,8 +360,8 @@ class RecoveryConfig(Section):
     (partial); auto takes the cheaper one by what it measures; null is auto on a cluster and where failures are
     injected, else none"""
     priority: Annotated[str, MemberOf("shadowsync.recovery.priority:RowPriority")] = "all"
-    """partial: save all rows at once, or a share of them more often: those that changed most (scar), that were used
-    most (mfu), or a sample of those used (ssu)"""
+    """partial: save all rows at once, or a share of them more often: those that changed most (scar), that most
+    steps changed (mfu), or a sample of those used (ssu)"""
     target_pls: float = Field(0.1, gt=0, le=1)
     """partial: portion of samples that may be lost; more saves less often"""
     share: float = Field(0.125, gt=0, le=1)

@@ -143,6 +143,8 @@ def _of_run(folder: Path) -> tuple[dict[str, Figure], float | None, tuple[int, i
             seconds_in_all = recovery.emulated_job_s or measured.throughput.seconds
             fail_s = time_between_failures(settings.priors, failures, seconds_in_all)
             found["fail_s"] = Figure(fail_s, f"recovery.prior_fail_s and {failures} failures")
+            if recovery.lost_servers is not None:
+                found["lost_servers"] = Figure(recovery.lost_servers, f"measured: {failures} failures")
     tables = [table for table in saved.tables if table.rows >= settings.min_rows]
     weights = sum(table.rows for table in tables), sum(4 * table.rows * table.dim for table in tables)
     return found, settings.goal.interval_s, weights

@@ -251,6 +251,11 @@ class RecoveryController:
         """Failures of embedding servers; several at once are one."""
         return self.scheduler.failures
 
+    @property
+    def lost_servers(self) -> float | None:
+        """That one of those took on average."""
+        return self.scheduler.lost_servers
+
     def seconds(self, load_s: float) -> dict[str, float]:
         """As in `result.json`, with the seconds that a resume took to load."""
         return {**self._spent_s, "load": load_s + self._spent_s["load"]}

@@ -132,4 +132,5 @@ def _recovery(session: Session, keeping: RecoveryController, load_s: float) -> r
         emulated_job_s=settings.job_s,
         rounds=keeping.rounds if settings.saves else None,
         server_failures=keeping.server_failures if settings.saves else None,
+        lost_servers=keeping.lost_servers if settings.saves else None,
     )

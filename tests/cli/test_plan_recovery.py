@@ -108,6 +108,9 @@ def test_rounds_and_embedding_servers_count(trained: CommandLine) -> None:
     figures = plan_recovery(Path("out")).figures
     assert (figures["save_s"].value, figures["load_s"].value, figures["restart_s"].value) == (5, 6, 10)
     assert figures["fail_s"].value == time_between_failures(Priors(), 2, seconds)
+    assert figures["lost_servers"] == (1, "the run's configuration")
+    set_measured(trained.folder / "out", measured | {"lost_servers": 2.5})
+    assert plan_recovery(Path("out")).figures["lost_servers"] == (2.5, "measured: 2 failures")
     assert figures["save_s"].source == "measured: 2 rounds of saves"
     set_measured(trained.folder / "out", measured | {"server_failures": 0, "rounds": 0})
     figures = plan_recovery(Path("out"), save_s=9.0).figures

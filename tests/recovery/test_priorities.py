@@ -257,7 +257,7 @@ def test_ssu_merges_what_it_set_aside_into_one_list() -> None:
     assert held_bytes(tracker) == 2 * 160, "the list, and that of the save under way"
 
 
-def test_mfu_counts_every_access_and_starts_anew_where_saved() -> None:
+def test_mfu_counts_what_it_is_told_and_starts_anew_where_saved() -> None:
     tracker, weights = made("mfu", rows=20_000)
     push(tracker, weights, [5] * 17_000 + [9] * 16_000 + [11] * 15_000)
     assert tracker.pick(2, weights).tolist() == [5, 9]

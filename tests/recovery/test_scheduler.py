@@ -119,6 +119,17 @@ def test_what_moves_much_changes_the_interval_with_a_sentence() -> None:
     assert held.revise(3 * HOUR) is None
 
 
+def test_the_sentence_names_the_servers_that_a_failure_takes_whatever_else_moved() -> None:
+    held = scheduler()
+    held.measured["save_s"] = 5000.0
+    held.failed(servers=4)
+    said = held.revise(HOUR)
+    assert said is not None
+    assert "a save is" in said
+    assert "a failure takes 4 servers, was 1" in said
+    assert held.lost_servers == 4
+
+
 def test_the_policy_changes_when_its_costs_do() -> None:
     held = scheduler(Goal(target_pls=0.001))
     assert held.decision.mode == "full"

@@ -203,7 +203,7 @@ class RowWatches:
         found: dict[int, list[NDArray[np.int64]]] = {index: [] for index in self._seeing}
         for _ in range(len(self._queue)):
             changed = self._queue.popleft()
-            parts = self._by_number(changed) if isinstance(changed, Tensor) else self._by_slot(*changed)
+            parts = self._by_number(changed.numpy()) if isinstance(changed, Tensor) else self._by_slot(*changed)
             for index, rows in parts:
                 found[index].append(rows)
         for index, watch in self._seeing.items():
@@ -216,20 +216,20 @@ class RowWatches:
         values: NDArray[np.int64] = ids.values.numpy()
         offsets = range(len(values) + 1) if ids.offsets is None else ids.offsets.numpy()
         edges = offsets[:: ids.samples]
-        counted: dict[int, list[NDArray[np.int64]]] = {}
+        counted: list[NDArray[np.int64]] = []
         for position, slot in enumerate(slots):
             index = self._of_slot[slot]
             if index in self._seeing:
                 rows = values[edges[position] : edges[position + 1]]
                 if self._seeing[index].counts:
-                    counted.setdefault(index, []).append(rows)
+                    counted.append(rows + self._starts[index])
                 else:
                     yield index, rows
-        for index, looked_up in counted.items():
-            yield index, np.unique(np.concatenate(looked_up))
+        if counted:
+            numbers = np.sort(np.concatenate(counted))
+            yield from self._by_number(numbers[np.diff(numbers, prepend=-1) > 0])
 
-    def _by_number(self, numbers: Tensor) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        values: NDArray[np.int64] = numbers.numpy()
+    def _by_number(self, values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for index in self._seeing:
             start = self._starts[index]
             first, last = np.searchsorted(values, (start, start + len(self._weights[index])))

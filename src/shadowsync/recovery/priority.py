@@ -164,8 +164,8 @@ class MostFrequentlyUsed(RowPriority):
     In the paper the counter is set to 0, which forgets the accesses while the save was being written. Here only a save
     of every row does so.
 
-    Costs 4 bytes a row, at a push 16 µs for 13,000 rows (one core), and a sort of each table's look-ups where those
-    cross; at a save three passes over the counters, and between the pick and the word that its rows are saved 12 bytes
+    Costs 4 bytes a row, at a push 16 µs for 13,000 rows (one core), and a sort of all look-ups where those cross; at a
+    save three passes over the counters, and between the pick and the word that its rows are saved 12 bytes
     for each of them. Among rows of as many steps as the last one taken, those taken change from save to save.
     """
 
@@ -181,7 +181,7 @@ class MostFrequentlyUsed(RowPriority):
     def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
         return [(rows, torch.int32)]
 
-    def seen(self, rows: Tensor) -> None:
+    def seen(self, rows: Tensor) -> None:  # each as often as steps changed it
         checked(rows, len(self._counts))
         ones = _ones()
         for start in range(0, len(rows), len(ones)):

@@ -119,6 +119,11 @@ class CheckpointScheduler:
         self.failures += 1
         self._lost_servers += servers
 
+    @property
+    def lost_servers(self) -> float | None:
+        """That a failure has taken on average; None as long as there was none."""
+        return self._lost_servers / self.failures if self.failures else None
+
     def measure(self, name: str, seconds: float) -> None:
         before = self.measured.get(name, seconds)
         self.measured[name] = before + RECENT * (seconds - before)
@@ -131,7 +136,7 @@ class CheckpointScheduler:
             load_s=self.measured.get("load_s", save_s if self.priors.load_s is None else self.priors.load_s),
             restart_s=self.measured.get("restart_s", self.priors.restart_s),
             fail_s=time_between_failures(self.priors, self.failures, max(now - self.started_s, 0.0)),
-            lost_servers=self._lost_servers / self.failures if self.failures else self.priors.lost_servers,
+            lost_servers=self.lost_servers or self.priors.lost_servers,
             servers=self.servers,
             job_s=self.job_s,
         )
@@ -186,7 +191,8 @@ class CheckpointScheduler:
         if (before.mode, before.interval_s) == (self.decision.mode, self.decision.interval_s):
             return None
         reasons = [f"{_NAMES[n]} is {spoken(getattr(costs, n))}, was {spoken(getattr(basis, n))}" for n in moved]
-        reasons = reasons or [f"a failure takes {costs.lost_servers:.3g} servers"]
+        if self._has_moved(basis.lost_servers, costs.lost_servers):
+            reasons.append(f"a failure takes {costs.lost_servers:.3g} servers, was {basis.lost_servers:.3g}")
         was = f"before, {before.mode} with one every {spoken(before.interval_s)}"
         return f"recovery is chosen anew ({'; '.join(reasons)}): {self.decision.why} ({was})"
 

@@ -224,6 +224,7 @@ class RecoverySection(_ResultSection, frozen=True):
         emulated_job_s: the seconds are those of a job of this length, for which this one stands.
         rounds: saves of everything; by priority it takes several of the `saves` to come to one.
         server_failures: those of the `failures` that took embedding servers, several at once counted as one.
+        lost_servers: embedding servers that one of those took, on average.
     """
 
     failures: int
@@ -238,6 +239,7 @@ class RecoverySection(_ResultSection, frozen=True):
     emulated_job_s: float | None = None
     rounds: int | None = None
     server_failures: int | None = None
+    lost_servers: float | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -380,7 +380,7 @@ class _Run:
         tasks = self.choices.source.tasks
         given = own_losses(tasks, self.job.own.loss)
         saved = self.start.saved if self.start is not None else self.saved
-        if saved is None or (given and len(tasks) == 1):
+        if saved is None or (given and len(tasks) == 1 == len(job_state(saved).own_losses)):
             return
         if not (missing := sorted({*job_state(saved).own_losses} - {*given})):
             return
@@ -723,7 +723,7 @@ class _Run:
         """Of a job that has ended as it should."""
         reader, epochs, limit = self.session.reader, self.config.data.epochs, self.config.train.time_limit
         if reader.finished:
-            return EndedSection(why="epochs", detail=f"every row of data.epochs={epochs} was trained")
+            return EndedSection(why="epochs", detail=f"data.epochs={epochs} came to the last row")
         done = f"after {reader.trained:,} of {self.session.total_samples:,} samples"
         if self._out_of_time:
             return EndedSection(why="time_limit", detail=f"train.time_limit={limit} was over {done}")

@@ -168,7 +168,9 @@ def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
     if len(source.tasks) > 1:
         given["model"] = {"name": "mmoe", **given.get("model", {})}
     data = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    return _table(looks, source), as_yaml({"data": {}} | given | {"data": data})
+    written = {"data": {}} | given | {"data": data}
+    choose_all(parse(written), own_model=False)
+    return _table(looks, source), as_yaml(written)
 
 
 def _completed(config: Config, looks: Looks) -> Config:

@@ -231,8 +231,8 @@ def grown(before: Learnt, now: Learnt, tables: Mapping[str, str]) -> Learnt:
     alike = scaled | (kept - set(now.kinds.dense))  # of a column that is both, the dense kind learns
     fits = {**now.fits, **{name: fit for name, fit in before.fits.items() if name in alike}}
     for name in told_apart({name: now.kinds.ids[name] for name in kept}):  # values of another form have other ids
-        form, listed = before.fit(name).form, now.fit(name).listed
-        fits[name] = msgspec.structs.replace(fits.get(name, Fit()), form=form, listed=listed)
+        fits[name] = msgspec.structs.replace(fits.get(name, Fit()), form=before.fit(name).form)
+    fits = {name: msgspec.structs.replace(fit, listed=now.fit(name).listed) for name, fit in fits.items()}
     was = {tables.get(name, name): before.values[name] for name in kept if name in before.values}
     values = {}
     for name, found in now.values.items():

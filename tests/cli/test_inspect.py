@@ -149,9 +149,12 @@ def test_columns_and_files_of_any_name_read_back_as_they_were_inferred(shadowsyn
         (["data.columns.prize=dense"], ["no column 'prize' (data.columns.prize), did you mean price?"]),
         (["data.columns.brand=dense"], ["column 'brand' (data.columns.brand) holds String"]),
         (["data.columns.clicked=hash", "data.label=clicked"], ["data.columns names 'clicked', which is the label"]),
-        (["data.columns=[price]"], ["data.columns"]),
-        (["data.categorical=hour"], ["data.categorical"]),
-        (["data=3"], ["data"]),
+        (["data.columns=[price]"], ["data.columns=[price]: it holds keys"]),
+        (["data.categorical=hour"], ["data.categorical=hour: input should be a list, as [hour]"]),
+        (["data=3"], ["data=3: it holds keys"]),
+        (["model.nam=x"], ["model.nam"]),
+        (["train.best_by=nope"], ["train.best_by has no effect without rows to validate on"]),
+        (["data.labels={clicked: logloss, price: mse}", "model.bottom=[8]"], ["model.bottom", "model.name=mmoe"]),
     ],
 )
 def test_what_inspect_cannot_do_as_it_is_told_is_one_sentence(

@@ -8,6 +8,7 @@ from data_samples import CountedRows, same
 from omegaconf import OmegaConf
 
 from shadowsync import registry
+from shadowsync.config import merge
 from shadowsync.data import writer
 from shadowsync.data.batch import Batch, Jagged
 from shadowsync.data.parquet import Parquet
@@ -113,3 +114,10 @@ def test_text_stays_text_and_numbers_numbers():
         shared = {text: "own", "clip": 1e-05, "missing": None, "log": False}
         given = {"path": text, "columns": {text: shared, "b": shared}}
         assert read(as_yaml({"data": given})) == given
+
+
+def test_what_looks_like_a_reference_is_none():
+    for text in ("a${b}.parquet", "\\${b}", "\\\\${b}", "${", "$b"):
+        given = {"path": text, "dense": [text], "columns": {"a": text}}
+        found = merge({}, OmegaConf.to_container(OmegaConf.create(as_yaml({"data": given}))), [])
+        assert found["data"] == given

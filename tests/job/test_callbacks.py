@@ -180,7 +180,7 @@ def test_a_run_whose_time_is_up_ends_like_a_finished_one_and_goes_on(tmp_path: P
     assert result.data.trained_samples == left
     assert result_of(tmp_path / "out")["ended"] == {
         "why": "epochs",
-        "detail": "every row of data.epochs=1 was trained",
+        "detail": "data.epochs=1 came to the last row",
     }
     assert (first + after).total() == left
 

@@ -3,6 +3,7 @@ the configuration that reads them."""
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,9 +49,18 @@ def write_parquet(source: OpenSource, path: Path, tasks: Sequence[Task] = ONE_CL
 def as_yaml(config: Mapping[str, Any]) -> str:
     """A configuration as a file of it has it, whatever its columns and files are called."""
     text: str = yaml.dump(  # type: ignore[no-untyped-call]
-        dict(config), Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120
+        _literal(dict(config)), Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120
     )
     return text
+
+
+def _literal(value: Any) -> Any:
+    """Without what OmegaConf takes for references to other keys."""
+    if isinstance(value, Mapping):
+        return {key: _literal(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(one) for one in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def _text(dumper: Any, text: str) -> Any:

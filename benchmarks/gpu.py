@@ -10,8 +10,6 @@ again, so that the AUC says that they learn and not how well.
 
 import argparse
 import json
-import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import plain_loop
 import throughput
-from machine import describe, ratios, table
+from machine import answer_apart, describe, medians, ratios, table
 
 TOPS = {"DLRM": (512, 256), "wide": (2048, 2048, 1024)}
 TRAINERS: dict[str, dict[str, Any]] = {
@@ -39,16 +37,6 @@ def measure(model: str, variant: str, batch_size: int, rows: int) -> tuple[float
         shape = plain_loop.Shape(rows=throughput.TABLE_ROWS, top=TOPS[model])
         return throughput.train_plainly(batch_size, rows, shape, PLAIN[variant], torch.get_num_threads())
     return throughput.train_job({"model": {"top": TOPS[model]}, "train": TRAINERS[variant]}, batch_size, rows)
-
-
-def measure_apart(model: str, variant: str, batch_size: int, rows: int) -> tuple[float, float]:
-    """`measure` in a process of its own."""
-    command = [sys.executable, __file__, "--one", model, variant, str(batch_size), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{model}, {variant}: {done.stderr}")
-    eps, auc = json.loads(done.stdout.splitlines()[-1])
-    return eps, auc
 
 
 def main() -> None:
@@ -77,21 +65,13 @@ def compare(model: str, batch_size: int, arguments: argparse.Namespace) -> None:
     found: dict[str, list[tuple[float, float]]] = {variant: [] for variant in (*PLAIN, *TRAINERS)}
     for _ in range(arguments.rounds):
         for variant, runs in found.items():
-            runs.append(measure_apart(model, variant, batch_size, arguments.rows))
+            runs.append(answer_apart(__file__, "--one", model, variant, str(batch_size), str(arguments.rows)))
             print(model, batch_size, variant, *runs[-1], file=sys.stderr, flush=True)
-    eps = {variant: [speed for speed, _ in runs] for variant, runs in found.items()}
-    over = ratios(eps, "job, processor")
-    rows = [
-        (variant, f"{statistics.median(eps[variant]):,.0f}", f"{over[variant]:.2f}", f"{median_auc(runs):.4f}")
-        for variant, runs in found.items()
-    ]
+    eps, auc = ({variant: [run[at] for run in runs] for variant, runs in found.items()} for at in (0, 1))
+    speed, quality, over = medians(eps), medians(auc), ratios(eps, "job, processor")
+    rows = [(v, f"{speed[v]:,.0f}", f"{over[v]:.2f}", f"{quality[v]:.4f}") for v in found]
     print(f"\n{model}, batch {batch_size}, medians of {arguments.rounds} rounds\n")
     print(table(["", "examples/s", "over the job on the processor", "AUC so far"], rows), flush=True)
-
-
-def median_auc(runs: list[tuple[float, float]]) -> float:
-    """Of the second of each pair."""
-    return statistics.median(auc for _, auc in runs)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 python benchmarks/machine.py      prints the machine and the speed of its matrix products
 """
 
+import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +36,14 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found[0] + ("+" if found[1] else "")
+
+
+def answer_apart(script: str, *words: str) -> Any:
+    """What a script, called with these words in a process of its own, prints last, as JSON; its errors end this one."""
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def alternate(jobs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -42,6 +42,7 @@ from throughput import KAGGLE_ROWS
 
 from shadowsync import Job
 from shadowsync.config import load
+from shadowsync.recovery.failures import struck_at_once
 
 HOUR_S = 3600.0
 JOB_S, FAIL_S, SAVE_S, LOAD_S, RESTART_S = 56 * HOUR_S, 28 * HOUR_S, 318.0, 204.0, 204.0
@@ -108,7 +109,7 @@ class Cell:
     def _mode(self) -> list[str]:
         if self.way == "full":
             return ["recovery.mode=full"]
-        at_once = max(1, math.floor(self.share * self.servers + 0.5))  # as the script of failures rounds it
+        at_once = struck_at_once(self.share, self.servers)
         partial = ["recovery.mode=partial", f"recovery.target_pls={self.target_pls:g}"]
         partial.append(f"recovery.prior_lost_servers={at_once}")
         if self.way in PRIORITIES:

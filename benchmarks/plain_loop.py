@@ -86,24 +86,28 @@ def train(
         torch.optim.Adagrad(model.bags.parameters(), lr=0.15, eps=1e-8),
         torch.optim.Adagrad(model.dense_part.parameters(), lr=0.005, eps=1e-8, fused=device == "cpu"),
     ]
-    remaining = iter(batches)
+    remaining = iter(batches) if device == "cpu" else (_placed(batch, device) for batch in batches)
     for batch in itertools.islice(remaining, warmup):
-        _step(model, optimizers, batch, device)
+        _step(model, optimizers, batch)
     start, logits, labels = time.perf_counter(), [], []
     for batch in remaining:
-        logits.append(_step(model, optimizers, batch, device))
+        logits.append(_step(model, optimizers, batch))
         labels.append(batch.labels)
     found = torch.cat(logits).cpu()  # waits for a GPU
     seconds = time.perf_counter() - start
-    auc = evaluate_scores(found, torch.cat(labels)).auc
+    auc = evaluate_scores(found, torch.cat(labels).cpu()).auc
     return Trained(sum(map(len, labels)) / seconds, auc if auc is not None else float("nan"))
 
 
-def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, device: str) -> Tensor:
+def _placed(batch: Batch, device: str) -> Batch:
     offsets = None if batch.ids.offsets is None else batch.ids.offsets.to(device)
     ids = replace(batch.ids, values=batch.ids.values.to(device), offsets=offsets)
-    logits = model(batch.dense.to(device), ids)
-    loss = F.binary_cross_entropy_with_logits(logits, batch.labels.to(device))
+    return Batch(batch.labels.to(device), batch.dense.to(device), ids)
+
+
+def _step(model: PlainModel, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> Tensor:
+    logits = model(batch.dense, batch.ids)
+    loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     loss.backward()

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -48,7 +47,7 @@ from shadowsync.memory.pages import keep_freed_memory
 from shadowsync.runtime.inprocess import InProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machine import describe, ratios, table
+from machine import answer_apart, describe, ratios, table
 from throughput import KAGGLE_ROWS, REPEATED_BLOCKS
 
 CHUNK_BYTES = 4 << 20
@@ -252,13 +251,10 @@ def measure_training(variant: str, saving: bool, rows: int, arguments: argparse.
 
 def measure_apart(variant: str, saving: bool, rows: int, arguments: argparse.Namespace) -> Measured:
     """`measure_training` in a process of its own."""
-    command = [sys.executable, __file__, "--one", variant, str(int(saving)), str(rows), "--batch", str(arguments.batch)]
-    command += ["--folder", arguments.folder] if arguments.folder else []
-    command += ["--table-rows", str(arguments.table_rows)] if arguments.table_rows else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{variant}: {done.stderr}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    words = ["--one", variant, str(int(saving)), str(rows), "--batch", str(arguments.batch)]
+    words += ["--folder", arguments.folder] if arguments.folder else []
+    words += ["--table-rows", str(arguments.table_rows)] if arguments.table_rows else []
+    return Measured(**answer_apart(__file__, *words))
 
 
 def compare(

@@ -14,7 +14,6 @@ import argparse
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from shadowsync.training.kernels import multiplies_bf16
 
 sys.path.insert(0, str(Path(__file__).parent))
 import plain_loop
-from machine import describe, libraries, product_speed, product_table, ratios, table
+from machine import answer_apart, describe, libraries, product_speed, product_table, ratios, table
 
 REPEATED_BLOCKS = 16
 TABLE_ROWS = 200_000
@@ -104,11 +103,7 @@ def train_plainly(
 
 def measure_apart(variant: str, batch_size: int, rows: int) -> Measured:
     """`measure` in a process of its own."""
-    command = [sys.executable, __file__, "--one", variant, str(batch_size), str(rows)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{variant}: {done.stderr}")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return Measured(**answer_apart(__file__, "--one", variant, str(batch_size), str(rows)))
 
 
 def compare(variants: list[str], base: str, arguments: argparse.Namespace) -> None:

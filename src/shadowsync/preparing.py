@@ -156,7 +156,11 @@ def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
     with contextlib.closing(_opened(source, config.data)) as opened:
         looks = look(opened, source.label, source.answers)
     config = _completed(config, looks)
-    source = chosen_source(config)
+    if [one.why for one in looks.columns].count("label") > 1:
+        given["model"] = {"name": "mmoe", **given.get("model", {})}
+    data = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    written = {"data": {}} | given | {"data": data}
+    source = choose_all(parse(written), own_model=False).source
     assert isinstance(source, TableOptions)
     if source.undeclared:
         raise DataError(
@@ -165,11 +169,6 @@ def inspected(path: str, overrides: Sequence[str]) -> tuple[Table, str]:
         )
     if (opened_so := source.open("train", config.data.on_bad_row)) is not None:  # which looks at types
         opened_so.close()
-    if len(source.tasks) > 1:
-        given["model"] = {"name": "mmoe", **given.get("model", {})}
-    data = config.data.model_dump(mode="json", exclude_unset=True, by_alias=True)
-    written = {"data": {}} | given | {"data": data}
-    choose_all(parse(written), own_model=False)
     return _table(looks, source), as_yaml(written)
 
 

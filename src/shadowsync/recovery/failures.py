@@ -83,10 +83,15 @@ class FailureTimes(ABC):
     def failures(self, number: int) -> Iterator[Failure]:
         """The failures among so many roles of its kind."""
         dice = np.random.default_rng((self.seed, 1))
-        together = 1 if self.share is None else max(1, math.floor(self.share * number + 0.5))
+        together = 1 if self.share is None else struck_at_once(self.share, number)
         for at in self.times():
             who = self.index or dice.choice(number, together, replace=False).tolist()
             yield Failure(at, self.counted_in, self.kind, tuple(sorted(set(who))))
+
+
+def struck_at_once(share: float, number: int) -> int:
+    """How many of so many roles a failure takes that takes this share of them."""
+    return max(1, math.floor(share * number + 0.5))
 
 
 @dataclass(frozen=True, kw_only=True)

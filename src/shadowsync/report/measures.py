@@ -138,11 +138,11 @@ def final_scalars(result: Result) -> Iterator[tuple[str, float]]:
     others as `test/LABEL/NAME`."""
     if (test := result.test) is None:
         return
+    names = [str(one.read).partition(".")[2] for one in KEY_NUMBERS if one.section == "test" and one.column]
     later = list(test.tasks.items())[1:]
     sections: dict[str, TestSection | TaskSection] = {"": test, **{f"{label}/": of for label, of in later}}
     for label, of in sections.items():
-        plain = {name: getattr(of, name) for name in ("auc", "ne", "calibration", "logloss")}
-        for name, value in {**plain, **of.measures}.items():
+        for name, value in {**{name: getattr(of, name) for name in names}, **of.measures}.items():
             if value is not None:
                 yield f"test/{label}{name}", value
 

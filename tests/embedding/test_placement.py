@@ -163,8 +163,8 @@ def test_the_median_ignores_a_disturbance():
 @pytest.mark.parametrize("storage", STORAGES[:2])  # not the code that is chosen nowhere
 def test_a_feature_of_many_ids_costs_more_than_one_of_few(storage: type[Storage]):
     tables = [table("few", 20_000, 16), table("many", 20_000, 16, tuple("abcdefgh"))]
-    ids = random_ids([20_000] * 9, 600, 0)
-    # time of the processor, not of the day: other processes on this machine take none of it
-
-    costs = measure_costs(tables, ["few", *"abcdefgh"], [ids], storage, ADAGRAD, 9, time.thread_time)
+    ids = random_ids([20_000] * 9, 4000, 0)
+    # time of the processor, not of the day: other processes on this machine take none of it, but they do take its
+    # caches, for some milliseconds on end
+    costs = measure_costs(tables, ["few", *"abcdefgh"], [ids], storage, ADAGRAD, 15, time.thread_time)
     assert 0 < costs["few"] < costs["many"] < 1

@@ -133,8 +133,8 @@ def test_a_file_system_that_fails_is_not_taken_for_damage(root: Path, monkeypatc
 
 def test_a_newer_format_is_an_error_and_not_skipped(root: Path) -> None:
     path = root / NEWEST / MANIFEST
-    path.write_bytes(b'{"format": 3, "unheard": "of"}')
-    with pytest.raises(CheckpointError, match="has format 3 and this shadowsync reads up to 2: install"):
+    path.write_bytes(b'{"format": 4, "unheard": "of"}')
+    with pytest.raises(CheckpointError, match="has format 4 and this shadowsync reads up to 3: install"):
         small_store(root).load()
 
 
@@ -276,7 +276,7 @@ def test_a_body_of_any_json_is_refused(body: object) -> None:
 def test_the_manifest_survives_its_own_writing(root: Path) -> None:
     content = (root / NEWEST / MANIFEST).read_bytes()
     assert encode(decode(content, "here")) == content
-    assert manifests.FORMAT == 2
+    assert manifests.FORMAT == 3
     assert content.startswith(b'{"format":1,')
 
 

@@ -9,7 +9,8 @@ The manifest says what the files hold, and is checked in full before anything is
 
 A checkpoint may come from anywhere, so nothing in it is believed: sizes are compared with the files, file names
 cannot leave the folder, and no pickle is involved. Format 2 adds the delta: a checkpoint with a `parent`, over whose
-rows its own are laid. A manifest without any of that is still written as format 1, which older versions read.
+rows its own are laid. Format 3 adds rows in fewer bytes than float32 (`values`). A manifest is written in the first
+format that has what it needs, which older versions read.
 
 Tensors are in the safetensors layout, written in one pass from their own memory, with block checksums. The safetensors
 library writes a file only as a whole and to a local path; here the header and then each tensor go out in chunks, so
@@ -19,7 +20,7 @@ safetensors files, which the library opens.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -29,11 +30,13 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 
+from shadowsync.checkpoint.values import EXACT, RowValues, row_values
 from shadowsync.embedding.table import Table
 from shadowsync.errors import CheckpointError
+from shadowsync.registry import members
 
-FORMAT = 2
-_WHOLE_FORMAT = 1
+FORMAT = 3
+_WHOLE_FORMAT, _DELTA_FORMAT = 1, 2
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_ENTRIES = 300_000
@@ -108,15 +111,38 @@ class TensorEntry(msgspec.Struct, frozen=True):
     offset: int
 
     @property
-    def byte_count(self) -> int:
+    def memory_bytes(self) -> int:
         return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def byte_count(self) -> int:
+        """In the file."""
+        return self.memory_bytes
+
+
+class RowTensor(TensorEntry, frozen=True, omit_defaults=True):
+    """A tensor of rows: dtype and shape are those in memory, the file holds each row in bytes as `values` has it.
+
+    Attributes:
+        values: name of the `RowValues`; `fp32` for rows as they are.
+        squares: as `RowValues` has it.
+    """
+
+    values: str = EXACT
+    squares: bool = False
+
+    @property
+    def byte_count(self) -> int:
+        if (kind := row_values(self.values)) is None:
+            return self.memory_bytes
+        return prod(self.shape[:1]) * kind.row_bytes(prod(self.shape[1:]))
 
 
 class Scattered(msgspec.Struct, frozen=True):
     """Which rows of a run a piece of a delta holds; the others are as in the parent.
 
     `stop` is one beyond the last row of the run, which begins at the piece's `start`; the `numbers` of the rows are
-    distinct and ascending, int64 `[rows]`.
+    distinct and ascending, int64 or int32 `[rows]`.
     """
 
     stop: int
@@ -137,7 +163,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     rows: int
     version: int
     file: str
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[RowTensor, ...]
     wide: tuple[TensorEntry, ...] = ()
     scattered: Scattered | None = None
 
@@ -151,7 +177,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What must be alike in all pieces of a table, those of a parent included."""
+        """What must be alike in all pieces of a table, those of a parent included, in whatever values they hold it."""
         rows = tuple(sorted((tensor.name, tensor.dtype, tensor.shape[1:]) for tensor in self.tensors))
         return rows, tuple(sorted((tensor.name, tensor.dtype, tensor.shape) for tensor in self.wide))
 
@@ -216,7 +242,8 @@ def encode(manifest: Manifest) -> bytes:
     if (defect := _excess(manifest)) is not None:
         raise CheckpointError(f"the manifest {defect}, more than can be read again")
     body = msgspec.json.encode(manifest)
-    number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else FORMAT
+    number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else _DELTA_FORMAT
+    number = FORMAT if kinds_in(manifest.pieces) else number
     content = msgspec.json.encode(_Envelope(number, crc32(body), msgspec.Raw(body)))
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest has {len(content)} bytes, more than can be read again")
@@ -243,9 +270,19 @@ def decode(content: bytes, place: str) -> Manifest:
         manifest = msgspec.json.decode(envelope.body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(place, f"is not a manifest ({error})") from error
+    if (kinds := kinds_in(manifest.pieces)) and (unknown := kinds - {*members("shadowsync.checkpoint", RowValues)}):
+        raise CheckpointError(
+            f"{place} holds rows in {min(unknown)}, which this shadowsync does not know: install the shadowsync that "
+            "wrote it, or a newer one"
+        )
     for defect in _defects(manifest):
         raise damaged(place, defect)
     return manifest
+
+
+def kinds_in(pieces: Iterable[Piece]) -> set[str]:
+    """The `RowValues` by name in which rows are held that are not as they were."""
+    return {tensor.values for piece in pieces for tensor in piece.tensors} - {EXACT}
 
 
 # --- what contradicts itself, as endings of a sentence ---------------------------------------------------------------
@@ -338,8 +375,11 @@ def _piece_defects(table: Table, piece: Piece) -> Iterator[str]:
         yield f"lists a tensor of table {table.name} twice"
     if any(tensor.shape[:1] != (piece.rows,) for tensor in piece.tensors):
         yield f"gives a tensor of table {table.name} another number of rows than its piece"
-    if piece.scattered and (piece.scattered.numbers.dtype, piece.scattered.numbers.shape) != ("I64", (piece.rows,)):
-        yield f"holds no int64 numbers of {piece.rows} rows of table {table.name}"
+    numbers = piece.scattered and piece.scattered.numbers
+    if numbers and (numbers.dtype not in ("I64", "I32") or numbers.shape != (piece.rows,)):
+        yield f"holds no whole numbers of {piece.rows} rows of table {table.name}"
+    if any(tensor.values != EXACT and tensor.dtype != "F32" for tensor in piece.tensors):
+        yield f"holds in fewer bytes what is no float32 in table {table.name}"
     weights = [(t.dtype, t.shape) for t in piece.tensors if t.name == "weight"]
     if weights != [("F32", (piece.rows, table.dim))] or table.dim < 1:
         yield f"holds no float32 rows of width {table.dim} for table {table.name}"

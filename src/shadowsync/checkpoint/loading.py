@@ -28,13 +28,16 @@ from shadowsync.checkpoint.format import (
     FileEntry,
     Manifest,
     Piece,
+    RowTensor,
     TensorEntry,
     bytes_of,
     damaged,
     decode,
+    kinds_in,
     order,
     whole_name,
 )
+from shadowsync.checkpoint.values import row_values
 from shadowsync.embedding.table import Rows, RowSet, Shard, Table
 from shadowsync.errors import CheckpointError
 
@@ -81,7 +84,8 @@ class Layer:
 
     @property
     def byte_count(self) -> int:
-        return sum(tensor.byte_count for found in self.pieces.values() for one in found for tensor in one.all_tensors)
+        """Of its rows in memory."""
+        return sum(tensor.memory_bytes for found in self.pieces.values() for one in found for tensor in one.all_tensors)
 
     def is_whole(self, table: str) -> bool:
         return table in self.pieces and self.pieces[table][0].scattered is None
@@ -134,11 +138,15 @@ class Layer:
         for piece in (one for pieces in self.pieces.values() for one in pieces if one.scattered is not None):
             self._numbers(piece)
 
-    def _read_from(self, piece: Piece, tensor: TensorEntry, skip: int, target: Tensor) -> None:
+    def _read_from(self, piece: Piece, tensor: RowTensor, skip: int, target: Tensor) -> None:
         """Fills `target` with the tensor's rows after the first `skip`."""
-        if len(target):
-            row_bytes = tensor.byte_count // piece.rows
-            self._read_into(piece.file, tensor.offset + skip * row_bytes, bytes_of(target))
+        if not len(target):
+            return
+        row_bytes, kind = tensor.byte_count // piece.rows, row_values(tensor.values)
+        stored = target if kind is None else torch.empty((len(target), row_bytes), dtype=torch.uint8)
+        self._read_into(piece.file, tensor.offset + skip * row_bytes, bytes_of(stored))
+        if kind is not None:
+            kind.decode(stored, tensor.squares, target.view(len(target), -1))
 
     def _numbers(self, piece: Piece) -> Tensor:
         """All row numbers of a piece; those of the last one asked for in this thread are kept."""
@@ -146,7 +154,7 @@ class Layer:
         if last is not None and last[0] is piece:
             return last[1]
         assert piece.scattered is not None
-        numbers = self.read_tensor(piece.file, piece.scattered.numbers)
+        numbers = self.read_tensor(piece.file, piece.scattered.numbers).to(torch.int64)
         inside = not len(numbers) or (piece.start <= int(numbers[0]) and int(numbers[-1]) < piece.stop)
         if not inside or not bool((numbers[1:] > numbers[:-1]).all()):
             raise self._damaged(piece.file, f"has impossible row numbers for table {piece.table}")
@@ -199,8 +207,8 @@ class LoadedCheckpoint:
     Attributes:
         config: of the run that wrote it, with the reader's `position` and further values (`extra`).
         dense: flat tensors of the dense part by name, beside the `random` states; empty where only shards were opened.
-        skipped: one sentence for each newer checkpoint that could not be loaded: what was lost, and why; and one if
-            some rows of this one are older than the rest.
+        skipped: one sentence for each newer checkpoint that could not be loaded: what was lost, and why; one if some
+            rows of this one are older than the rest, and one if rows are held in fewer bytes than float32 takes.
         layers: this checkpoint and what it builds on, from the whole one on.
         shards: the only rows that can be asked for; None for all.
     """
@@ -415,13 +423,18 @@ def open_checkpoint(
         layers=tuple(reversed(layers)),
         shards=None if shards is None else tuple(shards),
     )
-    if loaded.exact:
-        return loaded
-    older = (
-        f"{name} holds some rows as of its {loaded.samples} samples and others as of earlier ones, down to "
-        f"{loaded.oldest}, because only part of them was saved each time: what those learned in between is lost"
-    )
-    return replace(loaded, skipped=(older,))
+    told = []
+    if not loaded.exact:
+        told.append(
+            f"{name} holds some rows as of its {loaded.samples} samples and others as of earlier ones, down to "
+            f"{loaded.oldest}, because only part of them was saved each time: what those learned in between is lost"
+        )
+    if kinds := kinds_in(piece for layer in layers for found in layer.pieces.values() for piece in found):
+        told.append(
+            f"{name} holds rows in {' and '.join(sorted(kinds))} (train.save_values), so they are close to what they "
+            "were when it was saved, and not the same"
+        )
+    return replace(loaded, skipped=tuple(told))
 
 
 def _manifests(files: Files, name: str, prefer_whole: bool) -> Iterator[tuple[str, Manifest]]:
@@ -463,7 +476,7 @@ def _plain(raw: msgspec.Raw, place: str) -> dict[str, Any]:
 
 
 Written = Callable[[Table, Tensor | range], Tensor]
-"""The weights of rows of a table as a checkpoint that was just written holds them, float32 `[K, D]`.
+"""The weights of rows of a table as a checkpoint that was just written gives them back, float32 `[K, D]`.
 
 The rows are a run, or single ones in ascending order, int64 `[K]`: all that the save holds between the first and the
 last of them.

@@ -18,6 +18,7 @@ from shadowsync.checkpoint.format import (
     FileEntry,
     Manifest,
     Piece,
+    RowTensor,
     Scattered,
     TensorEntry,
     TensorGroup,
@@ -25,6 +26,8 @@ from shadowsync.checkpoint.format import (
     place,
     raw_json,
 )
+from shadowsync.checkpoint.values import CHUNK, SQUARES, RowValues, row_width
+from shadowsync.embedding.messages import id_type
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.errors import ShadowSyncError
 
@@ -67,12 +70,19 @@ class Snapshot:
 
 
 def write_snapshot(
-    files: Files, folder: str, snapshot: Snapshot, version: int, piece_bytes: int, given_up: Callable[[], bool]
+    files: Files,
+    folder: str,
+    snapshot: Snapshot,
+    version: int,
+    piece_bytes: int,
+    given_up: Callable[[], bool],
+    values: RowValues | None = None,
 ) -> Manifest:
     """Writes everything but the manifest, which it returns; rows that are not in memory are read in their turn.
 
-    They were copied after `version` samples. No file of rows grows beyond `piece_bytes`, but for a single row that is
-    wider. `given_up` is asked before each chunk.
+    They were copied after `version` samples, and are written in `values`, None for float32. No file of rows has more
+    than `piece_bytes` of them, as they are in memory, but for a single row that is wider. `given_up` is asked before
+    each chunk.
 
     Raises:
         OSError: what the file system raised.
@@ -84,19 +94,19 @@ def write_snapshot(
     write = partial(write_tensors, files, folder, block_bytes=BLOCK_BYTES, given_up=given_up)
     written: list[FileEntry] = []
     tables = _by_table(snapshot.tables, may_be_sets=snapshot.parent is not None)
-    cuts = [cut for table in tables for cut in _cut_table(table, piece_bytes)]
+    cuts = [cut for table in tables for cut in _cut_table(table, piece_bytes, values)]
     pieces: list[Piece] = []
     for group in _fill(cuts, piece_bytes):
         name = f"rows-{len(written):05d}.safetensors"
-        rows_tensors = {cut.key(key): tensor for cut in group for key, tensor in cut.all_tensors.items()}
+        rows_tensors = {cut.key(key): cut.in_file(key) for cut in group for key in cut.all_tensors}
         late = {cut.key(key) for cut in group for key in (*cut.wide, *cut.numbers)}
         read = {cut.key(key): partial(cut.bytes_of, key) for cut in group for key in cut.all_tensors}
         file, entries = write(name, rows_tensors, read=read, late=late)
         written.append(file)
         for cut in group:
-            rows, wide, numbers = (
-                tuple(replace(entries[cut.key(key)], name=key) for key in found)
-                for found in (cut.tensors, cut.wide, cut.numbers)
+            rows = tuple(cut.entry(key, entries[cut.key(key)].offset) for key in cut.tensors)
+            wide, numbers = (
+                tuple(replace(entries[cut.key(key)], name=key) for key in found) for found in (cut.wide, cut.numbers)
             )
             scattered = Scattered(cut.stop, numbers[0]) if numbers else None
             pieces.append(Piece(cut.table, cut.start, cut.rows, version, name, rows, wide, scattered))
@@ -172,6 +182,7 @@ class _Cut:
         wide: tensors of the table as a whole.
         numbers: the rows' numbers, by the name `numbers`; nothing where all of the run are held.
         read: the parts of a tensor, by its name, that only tells its form.
+        kinds: how tensors of the rows are written, by their names; as they are where there is none.
     """
 
     table: str
@@ -182,6 +193,7 @@ class _Cut:
     wide: Mapping[str, Tensor]
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     read: Callable[[str], Iterator[Tensor]] | None = None
+    kinds: Mapping[str, RowValues] = field(default_factory=dict)
 
     @property
     def all_tensors(self) -> dict[str, Tensor]:
@@ -190,16 +202,35 @@ class _Cut:
     def key(self, name: str) -> str:
         return f"{self.table}[{self.start}:{self.stop}].{name}"
 
+    def entry(self, name: str, offset: int) -> RowTensor:
+        """Of a tensor of the rows."""
+        tensor, kind = self.tensors[name], self.kinds.get(name)
+        entry = RowTensor(name, CODES[tensor.dtype], tuple(tensor.shape), offset)
+        return entry if kind is None else replace(entry, values=kind.name, squares=name in SQUARES)
+
+    def in_file(self, name: str) -> Tensor:
+        """A tensor in the form that its bytes have in the file."""
+        tensor, kind = self.all_tensors[name], self.kinds.get(name)
+        if kind is None:
+            return tensor
+        return torch.empty((len(tensor), kind.row_bytes(row_width(tensor))), dtype=torch.uint8, device="meta")
+
     def bytes_of(self, name: str) -> Iterator[Chunk]:
         """The bytes of a tensor; `ValueError` if its source gives another number of them than it told."""
-        tensor = self.all_tensors[name]
+        tensor, kind = self.all_tensors[name], self.kinds.get(name)
         parts = self.read(name) if tensor.is_meta and self.read is not None else iter((tensor,))
         count = 0
         for part in parts:
             count += part.nbytes
-            yield from chunks(part)
+            yield from chunks(part) if kind is None else _encoded(part, kind, name in SQUARES)
         if count != tensor.nbytes:
             raise ValueError(f"{self.key(name)} came as {count} bytes in place of {tensor.nbytes}")
+
+
+def _encoded(rows: Tensor, kind: RowValues, squares: bool) -> Iterator[Chunk]:
+    width = row_width(rows)
+    for part in rows.detach().split(max(1, CHUNK // width)):
+        yield from chunks(kind.encode(part.reshape(len(part), width).contiguous(), squares))
 
 
 def _by_table(tables: Sequence[Rows | RowSet], *, may_be_sets: bool) -> list[list[Rows | RowSet]]:
@@ -233,7 +264,7 @@ def _check_kinds(name: str, found: Sequence[Rows | RowSet], may_be_sets: bool) -
             raise ValueError(f"row numbers of table {name} must be ascending in {rows.start} to {rows.stop - 1}")
 
 
-def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut]:
+def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int, values: RowValues | None) -> Iterator[_Cut]:
     """The runs of one table, cut so that each piece fits into a file."""
     counts = [len(rows.tensors["weight"]) for rows in runs]
     wide_names = {
@@ -246,6 +277,8 @@ def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut
         numbers = rows.numbers if isinstance(rows, RowSet) else None
         wide = {name: tensor for name, tensor in rows.tensors.items() if name in wide_names}
         by_row = {name: tensor for name, tensor in rows.tensors.items() if name not in wide_names}
+        floats = {name: row_width(tensor) for name, tensor in by_row.items() if tensor.dtype == torch.float32}
+        kinds = {} if values is None else {name: values.of_width(width) for name, width in floats.items()}
         all_bytes = sum(tensor.nbytes for tensor in by_row.values()) + (0 if numbers is None else numbers.nbytes)
         step = max(1, piece_bytes // max(1, all_bytes // max(1, count)))
         for first in range(0, count if numbers is None else max(1, count), step):
@@ -257,8 +290,8 @@ def _cut_table(runs: Sequence[Rows | RowSet], piece_bytes: int) -> Iterator[_Cut
             else:
                 start = int(numbers[first]) if first else rows.start
                 stop = int(numbers[last]) if last < count else rows.stop
-                own = {NUMBERS: numbers[first:last]}
-            yield _Cut(rows.table.name, start, stop, last - first, parts, wide, own, read)
+                own = {NUMBERS: numbers[first:last].to(torch.int64 if values is None else id_type(rows.table.rows))}
+            yield _Cut(rows.table.name, start, stop, last - first, parts, wide, own, read, kinds)
 
 
 def _fill(cuts: Sequence[_Cut], piece_bytes: int) -> Iterator[list[_Cut]]:

@@ -43,6 +43,7 @@ from shadowsync.checkpoint.loading import (
     table_difference,
 )
 from shadowsync.checkpoint.snapshot import Snapshot, write_snapshot
+from shadowsync.checkpoint.values import RowValues
 from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.errors import CheckpointError, SaveError
 
@@ -114,20 +115,29 @@ class CheckpointStore:
     """The checkpoints below one root. One store writes, from several threads; any number may read at the same time.
 
     `root` is a local folder or any URL that fsspec knows (else `ConfigError`), made at the first save; `keep` says how
-    many to keep that share no file (`Parents.kept`), beside all that these build on. `files` are in place of what
-    `root` says (tests hand in file systems that fail). No file of rows grows beyond `piece_bytes`.
+    many to keep that share no file (`Parents.kept`), beside all that these build on. `values` is what rows are written
+    in, None for float32 as they are; whatever they were written in is read. `files` are in place of what `root` says
+    (tests hand in file systems that fail). No file of rows grows beyond `piece_bytes`.
 
     Attributes:
         best: a checkpoint that is kept whatever `keep` says, with what it builds on; None for none.
     """
 
-    def __init__(self, root: str, keep: int = 2, *, files: Files | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        root: str,
+        keep: int = 2,
+        values: RowValues | None = None,
+        *,
+        files: Files | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint must be kept")
         self._files = files if files is not None else open_files(root)
         self._keep = keep
         self.best: str | None = None
-        self._piece_bytes = piece_bytes
+        self._values, self._piece_bytes = values, piece_bytes
         self._given_up: frozenset[str] = frozenset()  # plain names
         self._lock = threading.Lock()  # held by whoever removes checkpoints or chooses the name of a new one
         # what threads of this process write now, and how many of them read what: nobody clears it away
@@ -178,9 +188,10 @@ class CheckpointStore:
     def compact(self, name: str) -> str:
         """Rewrites a delta with all that it builds on as a whole checkpoint, and removes what that makes superfluous.
 
-        Takes the memory of a few chunks of rows, whatever the size of the tables. May run in a thread of its own
-        while others save: deltas saved meanwhile, or later, on `name` stand on what it is rewritten as. Returns the
-        whole one's name; one that is whole already stays as it is. After a `SaveError` or `GivenUp` all is as it was.
+        Rows in the store's `values` stay as they are to the bit; others are rounded to them. Takes the memory of a few
+        chunks of rows, whatever the size of the tables. May run in a thread of its own while others save: deltas saved
+        meanwhile, or later, on `name` stand on what it is rewritten as. Returns the whole one's name; one that is whole
+        already stays as it is. After a `SaveError` or `GivenUp` all is as it was.
         """
         with (
             self._as_save_error(f"{name} could not be rewritten as a whole", "it is as it was"),
@@ -358,7 +369,7 @@ class CheckpointStore:
         staged = self._files.staging(name)
         try:
             manifest = write_snapshot(
-                self._files, staged, snapshot, version, self._piece_bytes, lambda: self._impatient > 0
+                self._files, staged, snapshot, version, self._piece_bytes, lambda: self._impatient > 0, self._values
             )
             manifest = msgspec.structs.replace(manifest, exact=exact)
             scattered = {piece.table for piece in manifest.pieces if piece.scattered is not None}

@@ -267,6 +267,9 @@ class TrainConfig(Section):
     data.epochs"""
     save_every_s: float | None = Field(None, gt=0, le=EMULATED_S)
     """seconds between checkpoints; None saves at the end only"""
+    save_values: Annotated[str, MemberOf("shadowsync.checkpoint.values:RowValues", also=("fp32",))] = "fp32"
+    """what checkpoints hold rows and their optimizer state in: fewer bits take less disk and round more, and only fp32
+    goes on exactly; the dense part is always exact"""
     keep: int = Field(2, ge=1)
     """newest checkpoints kept that share no file, each with what it builds on; more takes more disk"""
     checkpoint_dir: str | None = None

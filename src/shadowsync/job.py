@@ -23,6 +23,7 @@ from shadowsync.checkpoint.job_state import column_difference, course_of, job_st
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.checkpoint.saver import AsyncSaver
 from shadowsync.checkpoint.store import CheckpointStore, as_whole
+from shadowsync.checkpoint.values import row_values
 from shadowsync.choices import Choices, as_trained, choose_all, global_batch, named_module, resumed, server_count
 from shadowsync.cluster.context import Own, no_failures
 from shadowsync.cluster.manager import cpus_needed, resources_needed
@@ -320,8 +321,9 @@ class _Run:
         self.began = began
         self._ends_at = math.inf
         self._out_of_time = False
-        store = CheckpointStore(checkpoint_root(job.out, self.config.train.checkpoint_dir), self.config.train.keep)
-        self.store = store
+        values = row_values(self.config.train.save_values)
+        place = checkpoint_root(job.out, self.config.train.checkpoint_dir)
+        self.store = store = CheckpointStore(place, self.config.train.keep, values)
         self.saved = self._load(store)
         if self.saved is not None:
             self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)

@@ -87,6 +87,9 @@ CONFIGURATION: dict[str, Mistake] = {
     "unknown priority": Mistake(
         train("recovery.priority=xyz"), ["recovery.priority=xyz: it is not known; allowed: all, mfu, scar, ssu"]
     ),
+    "unknown values": Mistake(
+        train("train.save_values=int6"), ["train.save_values=int6: it is not known", "allowed: fp32, bf16, int4, int8"]
+    ),
     "unknown source": Mistake(train("data.name=parket"), ["data.name=parket", "did you mean parquet?"]),
     "unknown model": Mistake(train("model.name=dlmr"), ["model.name=dlmr", "did you mean dlrm?"]),
     "unknown storage": Mistake(train("embedding.storage=fbgem"), ["embedding.storage=fbgem", "did you mean fbgemm?"]),

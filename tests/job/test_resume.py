@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from shadowsync import Interrupted, Job, Trained
 from shadowsync.checkpoint.files import LocalFiles
+from shadowsync.checkpoint.store import CheckpointStore
 from shadowsync.cluster.session import Session
 from shadowsync.config import merge
 from shadowsync.errors import ConfigError, SaveError
@@ -83,6 +84,39 @@ def test_an_interrupted_job_is_resumed_where_it_was(tmp_path: Path, sync: dict[s
     result, after = train_counted(config, out, resume=out)
     assert before + after == dict.fromkeys(range(101), 2)
     assert result.data.trained_samples == result_of(out)["data"]["trained_samples"] == 202
+
+
+def rows_and_dense(out: Path) -> dict[str, Tensor]:
+    """Everything that the newest checkpoint gives back."""
+    loaded = CheckpointStore(str(out / "checkpoints")).load()
+    rows = {
+        f"{table.name}.{name}": tensor
+        for table in loaded.tables
+        for name, tensor in loaded.rows(table.name, 0, table.rows).items()
+    }
+    return rows | {f"dense.{name}": tensor for name, tensor in loaded.dense.items()}
+
+
+@pytest.mark.parametrize("values", ["bf16", "int8", "int4"])
+def test_a_job_goes_on_from_rows_in_fewer_bytes_as_often_as_one_likes(
+    tmp_path: Path, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "rows.parquet", 40)
+    config = settings(data, data, train={"save_values": values}, embedding={"optimizer": "adam"})
+    before, _ = interrupt(config, tmp_path / "0")
+    capsys.readouterr()
+    result, after = train_counted(config, tmp_path / "1", resume=tmp_path / "0")
+    assert before + after == dict.fromkeys(range(40), 1)
+    assert result.test is not None
+    told = f"holds rows in {values} (train.save_values), so they are close to what they were"
+    assert told in " ".join(capsys.readouterr().err.split())
+    first = rows_and_dense(tmp_path / "1")
+    assert len(first) > 12
+    for number in (2, 3):
+        train_counted(config, tmp_path / str(number), resume=tmp_path / str(number - 1))
+        again = rows_and_dense(tmp_path / str(number))
+        assert again.keys() == first.keys()
+        assert [name for name, tensor in first.items() if not torch.equal(again[name], tensor)] == []
 
 
 CHANGES: dict[str, dict[str, Any]] = {

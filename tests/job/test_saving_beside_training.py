@@ -25,6 +25,7 @@ from saving_sessions import (
 )
 
 from shadowsync.checkpoint.store import CheckpointStore
+from shadowsync.checkpoint.values import row_values
 from shadowsync.cluster.session import Session
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Rows, RowSet
@@ -143,6 +144,37 @@ def test_after_a_whole_save_and_after_a_resume_nothing_has_changed(tmp_path: Pat
         session.load_rows(store.load(name))
         assert all(isinstance(r, RowSet) and not len(r.numbers) for r in session.changed_rows(end_of_round=True))
         assert_same(by_table(session.rows()), rows)
+
+
+@pytest.mark.parametrize("priority", ["all", "scar"])
+@pytest.mark.parametrize("values", ["bf16", "int8", "int4"])
+def test_in_fewer_bytes_nothing_has_changed_after_a_save_and_a_resume(
+    tmp_path: Path, priority: str, values: str
+) -> None:
+    """Nor does a rewritten chain, or a second save of what came back, change a row."""
+    recovery = {"priority": priority} | ({"min_rows": 1, "share": 1.0} if priority == "scar" else {})
+    given = {"recovery": recovery, "train": {"save_values": values}, "embedding": {"optimizer": "adam"}}
+    store = CheckpointStore(str(tmp_path / "checkpoints"), 1000, row_values(values))
+
+    def assert_nothing_changed(session: Session) -> None:
+        assert not any(len(r.tensors["weight"]) for r in session.changed_rows(end_of_round=True))
+
+    with local(tmp_path, **given) as session:
+        base = save_whole(session, store)
+        assert_nothing_changed(session)
+        trained(session)
+        name = save_delta(session, store, base)
+        assert_nothing_changed(session)
+    loaded = store.open(name)
+    assert [layer.name for layer in loaded.layers] == [base, name]
+    rows = loaded_rows(loaded)
+    assert_same(loaded_rows(store.open(store.compact(name))), rows)
+    with local(tmp_path, **given) as session:
+        session.load_rows(store.load(name))
+        assert_nothing_changed(session)
+        assert_same(by_table(session.rows()), rows)
+        again = CheckpointStore(str(tmp_path / "again"), 2, row_values(values))
+        assert_same(loaded_rows(again.open(save_whole(session, again))), rows)
 
 
 def test_rows_are_copied_when_they_are_read_and_their_state_with_them(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shadowsync.checkpoint.values import row_values
 from shadowsync.embedding.watching import RowPriority
 from shadowsync.memory.pages import zeros
-from shadowsync.recovery.priority import PERIOD, largest
+from shadowsync.recovery.priority import PERIOD, Scar, largest
 from shadowsync.registry import members
 
 MEMBERS = members("shadowsync.recovery", RowPriority)
@@ -227,6 +228,27 @@ def test_scar_goes_by_the_distance_from_what_was_saved() -> None:
     assert tracker.pick(2, weights).tolist() == [9, 30]
     weights[39] = float("nan")
     assert tracker.pick(1, weights).tolist() == [39]
+
+
+@pytest.mark.parametrize("values", ["bf16", "int8", "int4"])
+def test_scar_knows_what_no_save_brings_back(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are as saved, but for what checkpoints round off them, are left out; the largest are off most."""
+    monkeypatch.setattr("shadowsync.recovery.priority.CHUNK_ROWS", 7)
+    kind = row_values(values)
+    assert kind is not None
+    weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    weights[21] *= 1000
+    tracker = Scar(weights, SHARE, 0, restored=kind.restored)
+    assert tracker.pick(ROWS, weights).tolist() == []
+    push(tracker, weights, [4, 9], 5.0)
+    assert tracker.pick(1, weights).tolist() in ([4], [9])
+    assert tracker.pick(ROWS, weights).tolist() == [4, 9]
+    tracker.saved(torch.tensor([4, 9]), kind.restored(weights[[4, 9]]))
+    assert tracker.pick(ROWS, weights).tolist() == []
+    tracker.loaded(torch.arange(ROWS), weights)
+    assert tracker.pick(ROWS, weights).tolist() == []
+    weights[9] = float("nan")
+    assert tracker.pick(ROWS, weights).tolist() == [9]
 
 
 def test_scar_gives_the_rows_of_a_sort(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,15 @@ def test_tables_of_min_rows_are_tracked_however_they_are_cut(mode: str | None, p
     assert (made.count(100), made.count(10), made.count(1)) == (13, 2, 1)
 
 
+def test_what_is_compared_is_what_checkpoints_give_back() -> None:
+    chosen = recovery_settings(parse({"recovery": {"mode": "partial", "priority": "scar"}}).recovery, "ray")
+    weights = torch.rand(3, 8)
+    for values, same in (("fp32", True), ("int8", False)):
+        made = row_tracking(chosen, 1, values)
+        assert made is not None
+        assert torch.equal(made.restored(weights), weights) == same
+
+
 def test_without_a_priority_every_table_is_tracked() -> None:
     made = tracking(mode="partial")
     assert made is not None

@@ -52,13 +52,13 @@ def build_embedding(
         inherits: the rows there are those of a server that is gone.
         initial: as `EmbeddingServer` has it.
     """
-    choices, seed = job.choices, job.config.train.seed
+    choices, train = job.choices, job.config.train
     server = EmbeddingServer(
         shards,
         choices.storage,
         row_optimizer(job.config.embedding),
-        seed if filled else None,
-        row_tracking(choices.recovery, seed),
+        train.seed if filled else None,
+        row_tracking(choices.recovery, train.seed, train.save_values),
         None if memory is None else SharedMemory.open(memory),
         initial,
     )

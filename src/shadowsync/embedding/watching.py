@@ -8,7 +8,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,14 @@ from shadowsync.memory.shared import Allocate
 QUEUED_IDS = 1 << 17
 """Watches hear of so many rows at once: a call for each table at each push would cost more than what it does. The ids
 take 1 MiB meanwhile."""
+
+Restored = Callable[[Tensor], Tensor]
+"""What a checkpoint gives back of weights, float32 `[K, D]`: rounded, where it holds them in fewer bytes."""
+
+
+def exactly(weights: Tensor) -> Tensor:
+    """`Restored` where they are held as they are."""
+    return weights
 
 
 class RowPriority(ABC):
@@ -52,7 +60,9 @@ class RowPriority(ABC):
     exact: ClassVar[bool] = False
 
     @abstractmethod
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+    def __init__(
+        self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros, restored: Restored = exactly
+    ) -> None:
         """
         Args:
             weights: the shard's, float32 `[R, D]`.
@@ -60,6 +70,7 @@ class RowPriority(ABC):
             seed: of its random choices.
             allocate: gives the memory to which `seen` writes (`seen_parts`); others in other processes may have it,
                 too, of which nothing but `seen` is called.
+            restored: what the job's checkpoints give back of rows.
         """
 
     @classmethod
@@ -113,12 +124,13 @@ class RowTracking:
     share: float
     min_rows: int
     seed: int
+    restored: Restored = exactly
 
     def watch(self, own: Rows, allocate: Allocate = zeros) -> RowPriority | None:
         """A tracker of a shard whose rows are saved as they are; None if its table is small."""
         if own.table.rows < self.min_rows:
             return None
-        return self.priority(own.tensors["weight"], self.share, self.seed, allocate)
+        return self.priority(own.tensors["weight"], self.share, self.seed, allocate, self.restored)
 
     def parts(self, shard: Shard) -> Sequence[tuple[int, torch.dtype]]:
         """Elements and type of what `watch` allocates for a shard."""

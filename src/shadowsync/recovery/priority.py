@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.embedding.watching import RowPriority
+from shadowsync.embedding.watching import Restored, RowPriority, exactly
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.shared import Allocate
 
@@ -42,7 +42,9 @@ class EveryRow(RowPriority):
     name: ClassVar[str] = "all"
     exact: ClassVar[bool] = True
 
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+    def __init__(
+        self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros, restored: Restored = exactly
+    ) -> None:
         self._marks: NDArray[np.uint8] = allocate(*self.seen_parts(len(weights), share)[0]).numpy()
         self._taken: NDArray[np.int64] = np.zeros(0, np.int64)
         self._writing = False
@@ -95,7 +97,9 @@ class SubSampledUsed(RowPriority):
 
     name: ClassVar[str] = "ssu"
 
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+    def __init__(
+        self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros, restored: Restored = exactly
+    ) -> None:
         self._rows = len(weights)
         self._list: NDArray[Any] = allocate(*self.seen_parts(self._rows, share)[0]).numpy()
         self._aside: NDArray[Any] | None = None
@@ -172,7 +176,9 @@ class MostFrequentlyUsed(RowPriority):
     name: ClassVar[str] = "mfu"
     counts: ClassVar[bool] = True
 
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+    def __init__(
+        self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros, restored: Restored = exactly
+    ) -> None:
         self._counts = allocate(*self.seen_parts(len(weights), share)[0])  # steps of each row, int32 `[R]`
         self._turn = 0
         self._forget()
@@ -237,15 +243,22 @@ class Scar(RowPriority):
     """The largest L2 change since saved (Qiao et al. 2019, as CPR-SCAR in arXiv 2011.02999).
 
     Costs a copy of the weights (+100 %), nothing at a push, and at each save one pass over weights and copy, during
-    which 4 bytes a row are taken for the changes.
+    which 4 bytes a row are taken for the changes. Where checkpoints hold rows in fewer bytes, the copy is what they
+    give back, and a change is that from it to what they would give back now: what rounding takes off a row no save
+    brings back, so that a row that is as saved is left out here as well. The pass then rounds all weights, too.
     """
 
     name: ClassVar[str] = "scar"
     sees: ClassVar[bool] = False
     compares: ClassVar[bool] = True
 
-    def __init__(self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros) -> None:
+    def __init__(
+        self, weights: Tensor, share: float, seed: int, allocate: Allocate = zeros, restored: Restored = exactly
+    ) -> None:
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
+        self._restored = restored
+        for rows in self._saved.split(CHUNK_ROWS):
+            rows.copy_(restored(rows))
 
     @classmethod
     def seen_parts(cls, rows: int, share: float) -> Sequence[tuple[int, torch.dtype]]:
@@ -266,13 +279,13 @@ class Scar(RowPriority):
         changes = torch.empty(len(weights))
         for start in range(0, len(weights), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            torch.linalg.vector_norm(weights[part] - self._saved[part], dim=1, out=changes[part])
+            torch.linalg.vector_norm(self._restored(weights[part]) - self._saved[part], dim=1, out=changes[part])
         changes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
         return torch.from_numpy(largest(changes.numpy(), count))
 
     def saved(self, rows: Tensor, weights: Tensor | None) -> None:
         assert weights is not None, "a tracker that compares is given what was written"
-        self._saved.index_copy_(0, rows, weights)
+        self._saved.index_copy_(0, rows, self._restored(weights))
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

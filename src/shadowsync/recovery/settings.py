@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from shadowsync.checkpoint.values import EXACT, row_values
 from shadowsync.config import RecoveryConfig
-from shadowsync.embedding.watching import RowPriority, RowTracking
+from shadowsync.embedding.watching import RowPriority, RowTracking, exactly
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.failures import FailureTimes, parse_schedules
 from shadowsync.recovery.policy import AUTO, Goal, policies
@@ -78,14 +79,15 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
     )
 
 
-def row_tracking(settings: RecoverySettings, seed: int) -> RowTracking | None:
+def row_tracking(settings: RecoverySettings, seed: int, values: str = EXACT) -> RowTracking | None:
     """The tracking of a job; None where rows are never saved a share at a time, and nothing is to be paid for it.
 
-    Under `all` every table is tracked.
+    Under `all` every table is tracked. `values` are those of its checkpoints (`train.save_values`).
     """
     policy = policies(settings.goal.target_pls).get(settings.goal.mode)
     if policy is not None and not policy.by_priority:
         return None
     priority = choose("recovery.priority", settings.priority, "shadowsync.recovery", RowPriority)
     min_rows = 1 if settings.priority == EVERYTHING else settings.min_rows
-    return RowTracking(priority, settings.share, min_rows, seed)
+    kind = row_values(values)
+    return RowTracking(priority, settings.share, min_rows, seed, exactly if kind is None else kind.restored)

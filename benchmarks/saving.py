@@ -1,10 +1,14 @@
 """What saving costs: how fast rows reach the disk, how fast training goes on meanwhile, and what following rows costs.
 
-    python benchmarks/saving.py                   all three
+    python benchmarks/saving.py                   all five
     python benchmarks/saving.py disk              33.8 M rows × 16 copied from the live tables into the store, as a job
                                                   does, against the disk's own sequential speed, in turn
     python benchmarks/saving.py beside            training while one save follows the other, against training alone
     python benchmarks/saving.py trackers          training with each priority's tracker, against training without
+    python benchmarks/saving.py values            bytes of a day of 24 saves of what changed, in each value of
+                                                  `train.save_values`, against 24 whole ones in fp32
+    python benchmarks/saving.py restores          test AUC of a run that is stopped and resumed ten times, in each of
+                                                  them, against the run that never was
 
 All on the synthetic source in this process: two workers, bf16, 26 tables of Criteo Kaggle's sizes or `--table-rows`.
 The disk's speed is that of random bytes from one buffer in files of the store's size, each flushed with an `fsync`:
@@ -13,12 +17,18 @@ The processor's time is the writing thread's; what the kernel does elsewhere (wr
 run is a process of its own, the variants take turns, and ratios are medians over the rounds. Ids repeat from memory, so
 the AUC beside the speed is one of data seen before: it says that all variants learn alike, not how well.
 
+In `values` and `restores` no row is seen twice. The saves of a day hold the very same rows in each kind, and are
+rewritten when a job would; bytes are those of the files, rewritten ones too, without the dense part (a few MB). In
+`restores` one worker trains, so that a run which is never stopped is the same each time; each round has another seed.
+
     [--rounds 5] [--seconds 10] [--batch 1024] [--folder DIR of the disk] [--table-rows 200000]
+    [--values fp32] for beside and trackers; [--rows] of the day, and of each of the runs that are resumed
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,17 +43,20 @@ from typing import Any
 
 import torch
 
+from shadowsync import Interrupted, Job
 from shadowsync.checkpoint.files import write_file
 from shadowsync.checkpoint.loading import written_rows
 from shadowsync.checkpoint.saver import NICENESS
 from shadowsync.checkpoint.snapshot import Snapshot
 from shadowsync.checkpoint.store import PIECE_BYTES, CheckpointStore
+from shadowsync.checkpoint.values import row_values
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Own
 from shadowsync.cluster.session import Session
 from shadowsync.config import parse
 from shadowsync.embedding.table import Rows, RowSet
 from shadowsync.memory.pages import keep_freed_memory
+from shadowsync.recovery_controller import Chain, rows_bytes
 from shadowsync.runtime.inprocess import InProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +67,10 @@ CHUNK_BYTES = 4 << 20
 WHOLE_EVERY = 16
 TRACKERS = ("none", "all", "scar", "mfu", "ssu")
 SAVERS = ("not saving", "all", "scar", "mfu", "ssu")
+VALUES = ("fp32", "bf16", "int8", "int4")
+SAVES = 24
+"""Of a day."""
+RESTORES = 10
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,13 @@ def config(priority: str, arguments: argparse.Namespace, rows: int) -> dict[str,
             "table_rows": arguments.table_rows or KAGGLE_ROWS,
             "repeat_blocks": REPEATED_BLOCKS,
         },
-        "train": {"batch_size": arguments.batch, "precision": "bf16", "trainers": 1, "workers": 2},
+        "train": {
+            "batch_size": arguments.batch,
+            "precision": "bf16",
+            "trainers": 1,
+            "workers": 2,
+            "save_values": arguments.values,
+        },
         "sync": {"method": "none"},
         "recovery": recovery,
     }
@@ -238,7 +261,8 @@ def measure_training(variant: str, saving: bool, rows: int, arguments: argparse.
     with session(config(variant, arguments, rows)) as made, tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         with made.recorder:
             if saving:
-                with Saver(made, CheckpointStore(str(Path(name) / "store"))) as saver:
+                store = CheckpointStore(str(Path(name) / "store"), values=row_values(arguments.values))
+                with Saver(made, store) as saver:
                     train(made)
                 saves, size, seconds = saver.saves, saver.bytes, saver.seconds
             else:
@@ -254,6 +278,7 @@ def measure_apart(variant: str, saving: bool, rows: int, arguments: argparse.Nam
     words = ["--one", variant, str(int(saving)), str(rows), "--batch", str(arguments.batch)]
     words += ["--folder", arguments.folder] if arguments.folder else []
     words += ["--table-rows", str(arguments.table_rows)] if arguments.table_rows else []
+    words += ["--values", arguments.values]
     return Measured(**answer_apart(__file__, *words))
 
 
@@ -303,10 +328,121 @@ def measure_trackers(arguments: argparse.Namespace) -> None:
     compare("trackers", TRACKERS, lambda variant, rows: measure_apart(variant, False, rows, arguments), arguments)
 
 
+# --- rows in fewer bytes ---------------------------------------------------------------------------------------------
+
+
+def unseen(priority: str, arguments: argparse.Namespace, rows: int, **data: Any) -> dict[str, Any]:
+    """As `config`, without a row that comes again."""
+    values = config(priority, arguments, rows)
+    return {**values, "data": {**values["data"], "repeat_blocks": 0, **data}}
+
+
+def wait_for(made: Session, samples: int) -> None:
+    """Until so many are trained."""
+    while made.alive() and made.reader.trained < samples:
+        made.reap()
+        made.ended.wait(0.02)
+        made.ended.clear()
+
+
+def measure_values(arguments: argparse.Namespace) -> None:
+    """A day of saves of what changed, in each kind; the first is of all rows, and long chains are rewritten."""
+    rows = arguments.rows or 2_400_000
+    written, whole, chain = dict.fromkeys(VALUES, 0), 0, Chain()
+    with (
+        session(unseen("all", arguments, rows)) as made,
+        made.recorder,
+        tempfile.TemporaryDirectory(dir=arguments.folder) as name,
+    ):
+        stores = {kind: CheckpointStore(f"{name}/{kind}", 1, row_values(kind)) for kind in VALUES}
+        parents: dict[str, str | None] = dict.fromkeys(VALUES)
+
+        def size_of(kind: str, checkpoint: str) -> int:
+            return sum(path.stat().st_size for path in (Path(name) / kind / checkpoint).iterdir())
+
+        made.start()
+        for number in range(1, SAVES + 1):
+            wait_for(made, rows * number // SAVES)
+            with made.standing_still():
+                parts: Sequence[Rows | RowSet] = made.changed_rows(end_of_round=True)
+                delta = number > 1 and chain.takes(rows_bytes(parts))
+                parts = parts if delta else made.rows_beside()
+                for kind, store in stores.items():
+                    parents[kind] = saved = store.save(snapshot(made, parts, parents[kind] if delta else None))
+                    written[kind] += size_of(kind, saved)
+                whole = whole or written["fp32"]
+                (chain.delta if delta else chain.whole)(rows_bytes(parts))
+                with written_rows(partial(stores["fp32"].opened, parents["fp32"])) as read:
+                    made.rows_saved(parts, read)
+                if chain.is_long:
+                    for kind, store in stores.items():
+                        parents[kind] = saved = store.compact(parents[kind] or "")
+                        written[kind] += size_of(kind, saved)
+                    chain.rewritten()
+            print(f"save {number}", {kind: size / 1e9 for kind, size in written.items()}, file=sys.stderr, flush=True)
+        made.finish()
+    ways = {"fp32, whole each time": SAVES * whole, **{f"{kind}, what changed": size for kind, size in written.items()}}
+    lines = [(way, f"{size / 1e9:.3f}", f"{SAVES * whole / size:.1f}") for way, size in ways.items()]
+    print(f"\na day of {SAVES} saves, one each {rows // SAVES:,} samples\n")
+    print(table(["", "GB", "times fewer"], lines))
+
+
+def stopping(after: int, batch: int) -> Callable[[int, int], None]:
+    """Called before each step: asks the run to stop when so many samples are trained by its one worker."""
+    asked = threading.Event()
+
+    def look(_: int, iteration: int) -> None:
+        if iteration * batch >= after and not asked.is_set():
+            asked.set()
+            signal.raise_signal(signal.SIGTERM)
+
+    return look
+
+
+def auc_of(values: str, restores: int, seed: int, arguments: argparse.Namespace) -> float:
+    """Test AUC of a run that was stopped and resumed so many times."""
+    rows = arguments.rows or 1_000_000
+    given = unseen("none", arguments, rows, test_rows=400_000, table_rows=arguments.table_rows or 100_000)
+    given["train"] |= {"workers": 1, "seed": seed, "save_values": values}
+    given |= {"cluster": {"runtime": "inprocess"}, "report": {"html": False, "tensorboard": False}}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        out, resume, trained = Path(name) / "run", None, 0
+        for number in range(1, restores + 1):
+            stop = stopping(rows * number // (restores + 1) - trained, arguments.batch)
+            try:
+                Job(given, out=out, resume=resume, failures=stop).run(progress=False)
+            except Interrupted:
+                resume, trained = out, CheckpointStore(str(out / "checkpoints")).open().samples
+            else:
+                sys.exit(f"the run ended before it was stopped {number} times: give more --rows")
+        result = Job(given, out=out, resume=resume).run(progress=False)
+    assert result.test is not None
+    assert result.test.auc is not None
+    return result.test.auc
+
+
+def measure_restores(arguments: argparse.Namespace) -> None:
+    """Ten resumes in each kind against none; those in fp32 show what the resumes alone do."""
+    ways = {"never": ("fp32", 0), **{f"{RESTORES} times, {kind}": (kind, RESTORES) for kind in VALUES}}
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for seed in range(arguments.rounds):
+        for way, (kind, restores) in ways.items():
+            found[way].append(auc_of(kind, restores, seed, arguments))
+            print(seed, way, found[way][-1], file=sys.stderr, flush=True)
+    lines = []
+    for way, aucs in found.items():
+        apart = [auc - never for auc, never in zip(aucs, found["never"], strict=True)]
+        lines.append((way, f"{statistics.mean(aucs):.5f}", f"{statistics.mean(apart):+.5f}", f"{min(apart):+.5f}"))
+    print(f"\nstopped and resumed, {arguments.rounds} seeds\n")
+    print(table(["", "test AUC", "over never", "worst"], lines))
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "disk": measure_disk,
     "beside": measure_beside,
     "trackers": measure_trackers,
+    "values": measure_values,
+    "restores": measure_restores,
 }
 
 
@@ -320,6 +456,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--folder")
     parser.add_argument("--table-rows", type=int)
+    parser.add_argument("--values", choices=VALUES, default="fp32")
+    parser.add_argument("--rows", type=int)
     parser.add_argument("--priorities", nargs="+", default=["all", "mfu"], choices=TRACKERS[1:])
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - set(PARTS):

@@ -229,7 +229,7 @@ class _Cut:
 
 def _encoded(rows: Tensor, kind: RowValues, squares: bool) -> Iterator[Chunk]:
     width = row_width(rows)
-    for part in rows.detach().split(max(1, CHUNK // width)):
+    for part in torch.split(rows.detach(), max(1, CHUNK // width)):
         yield from chunks(kind.encode(part.reshape(len(part), width).contiguous(), squares))
 
 

@@ -257,7 +257,7 @@ class Scar(RowPriority):
     ) -> None:
         self._saved = weights.detach().clone(memory_format=torch.contiguous_format)
         self._restored = restored
-        for rows in self._saved.split(CHUNK_ROWS):
+        for rows in torch.split(self._saved, CHUNK_ROWS):
             rows.copy_(restored(rows))
 
     @classmethod

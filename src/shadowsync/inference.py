@@ -114,7 +114,8 @@ class Trained:
             classes of the user's own, which the user has to name.
 
     Attributes:
-        skipped: one sentence for each newer checkpoint that cannot be loaded, and one if some rows are older.
+        skipped: one sentence for each newer checkpoint that cannot be loaded, and one each if some rows
+            are older, and if rows are rounded.
         remarks: sentences on what is odd about the rows that were evaluated or predicted last.
         module: the dense part.
         server: holds the rows of all tables.

@@ -170,7 +170,7 @@ def test_each_row_comes_back_as_the_newest_that_holds_it_was_written(root: str, 
         assert_state(CheckpointStore(root).open(name), state)
     loaded = CheckpointStore(root).load()
     (sentence,) = loaded.skipped
-    assert sentence.startswith(f"{saved[-1]} holds rows in ")
+    assert sentence.startswith(f"{saved[-1]} holds rows rounded ")
     assert "train.save_values" in sentence
     assert loaded.exact, "no row is older than another"
 
@@ -318,6 +318,31 @@ def test_whole_numbers_are_not_held_in_fewer_bytes(tmp_path: Path) -> None:
         CheckpointStore(str(tmp_path)).load()
 
 
+@pytest.mark.parametrize("values", ["bf16", "int8", "int4"])
+def test_a_state_without_numbers_is_not_held_in_fewer_bytes(tmp_path: Path, values: str) -> None:
+    (name,), _ = with_deltas(tmp_path, values)
+    path = tmp_path / name / MANIFEST
+    manifest = decode(path.read_bytes(), "here")
+    pieces = []
+    for piece in manifest.pieces:
+        weight, momentum = piece.tensors
+        empty = msgspec.structs.replace(momentum, shape=(piece.rows, 0), values=values)
+        pieces.append(msgspec.structs.replace(piece, tensors=(weight, empty)))
+    path.write_bytes(encode(msgspec.structs.replace(manifest, pieces=tuple(pieces))))
+    with pytest.raises(CheckpointError, match="holds in fewer bytes what is no float32"):
+        CheckpointStore(str(tmp_path)).load()
+
+
+def test_values_in_a_manifest_of_before_there_were_any_are_refused(tmp_path: Path) -> None:
+    (name,), _ = with_deltas(tmp_path, "int8")
+    path = tmp_path / name / MANIFEST
+    content = path.read_bytes()
+    assert content.startswith(b'{"format":3')
+    path.write_bytes(content.replace(b'{"format":3', b'{"format":1', 1))
+    with pytest.raises(CheckpointError, match="has format 1, which has no rows in bf16"):
+        CheckpointStore(str(tmp_path)).load()
+
+
 def test_values_of_a_newer_version_are_an_error_and_not_skipped(tmp_path: Path) -> None:
     (name,), _ = with_deltas(tmp_path, "int8")
     path = tmp_path / name / MANIFEST
@@ -326,6 +351,8 @@ def test_values_of_a_newer_version_are_an_error_and_not_skipped(tmp_path: Path) 
     for piece in body["pieces"]:
         piece["tensors"][0]["values"] = "int2"
     path.write_bytes(encode(msgspec.json.decode(msgspec.json.encode(body), type=Manifest)))
-    with pytest.raises(CheckpointError, match="holds rows in int2, which this shadowsync does not know: install") as e:
+    with pytest.raises(
+        CheckpointError, match="holds rows in 'int2', which this shadowsync does not know: install"
+    ) as e:
         CheckpointStore(str(tmp_path)).load()
     assert "\n" not in str(e.value)

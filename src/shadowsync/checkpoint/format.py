@@ -242,8 +242,8 @@ def encode(manifest: Manifest) -> bytes:
     if (defect := _excess(manifest)) is not None:
         raise CheckpointError(f"the manifest {defect}, more than can be read again")
     body = msgspec.json.encode(manifest)
-    number = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else _DELTA_FORMAT
-    number = FORMAT if kinds_in(manifest.pieces) else number
+    exact = _WHOLE_FORMAT if manifest.parent is None and manifest.exact else _DELTA_FORMAT
+    number = FORMAT if kinds_in(manifest.pieces) else exact
     content = msgspec.json.encode(_Envelope(number, crc32(body), msgspec.Raw(body)))
     if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest has {len(content)} bytes, more than can be read again")
@@ -272,11 +272,13 @@ def decode(content: bytes, place: str) -> Manifest:
         raise damaged(place, f"is not a manifest ({error})") from error
     if (kinds := kinds_in(manifest.pieces)) and (unknown := kinds - {*members("shadowsync.checkpoint", RowValues)}):
         raise CheckpointError(
-            f"{place} holds rows in {min(unknown)}, which this shadowsync does not know: install the shadowsync that "
+            f"{place} holds rows in {min(unknown)!r}, which this shadowsync does not know: install the shadowsync that "
             "wrote it, or a newer one"
         )
     for defect in _defects(manifest):
         raise damaged(place, defect)
+    if kinds and version < FORMAT:  # a version that takes them for float32 would read it
+        raise damaged(place, f"has format {version}, which has no rows in {min(kinds)}")
     return manifest
 
 
@@ -377,8 +379,8 @@ def _piece_defects(table: Table, piece: Piece) -> Iterator[str]:
         yield f"gives a tensor of table {table.name} another number of rows than its piece"
     numbers = piece.scattered and piece.scattered.numbers
     if numbers and (numbers.dtype not in ("I64", "I32") or numbers.shape != (piece.rows,)):
-        yield f"holds no whole numbers of {piece.rows} rows of table {table.name}"
-    if any(tensor.values != EXACT and tensor.dtype != "F32" for tensor in piece.tensors):
+        yield f"holds no int32 or int64 numbers of {piece.rows} rows of table {table.name}"
+    if any(tensor.values != EXACT and (tensor.dtype != "F32" or 0 in tensor.shape[1:]) for tensor in piece.tensors):
         yield f"holds in fewer bytes what is no float32 in table {table.name}"
     weights = [(t.dtype, t.shape) for t in piece.tensors if t.name == "weight"]
     if weights != [("F32", (piece.rows, table.dim))] or table.dim < 1:

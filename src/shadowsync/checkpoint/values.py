@@ -57,7 +57,7 @@ class RowValues(ABC):
     def restored(self, rows: Tensor) -> Tensor:
         """What a checkpoint gives back of weights, float32 `[K, D]`."""
         kind, back = self.of_width(rows.shape[1]), torch.empty(rows.shape)
-        kind.decode(kind.encode(rows, squares=False), False, back)
+        kind.decode(kind.encode(rows.contiguous(), squares=False), False, back)
         return back
 
 
@@ -120,9 +120,9 @@ class Scaled(RowValues):
         """Fills `rows` with the whole numbers."""
 
     def encode(self, rows: Tensor, squares: bool) -> Tensor:
-        values, steps, least = (
-            (rows.sqrt(), self.root_steps, _SMALLEST_ROOT) if squares else (rows, self.steps, _SMALLEST)
-        )
+        values, steps, least = rows, self.steps, _SMALLEST
+        if squares:
+            values, steps, least = rows.sqrt(), self.root_steps, _SMALLEST_ROOT
         scales = values.abs().amax(1, keepdim=True).div_(steps).clamp_min_(least).to(torch.bfloat16)
         scales.masked_fill_(scales.isinf(), torch.nan)
         levels = values.div(scales.to(torch.float32)).round_()
@@ -142,7 +142,8 @@ class Scaled(RowValues):
 
 @dataclass(frozen=True)
 class Int8(Scaled):
-    """Integers from -127 to 127 times a scale per row: off by at most 1/253 of the largest magnitude of the row."""
+    """Integers from -127 to 127 times a scale per row: off by at most 1/253 of the largest magnitude of the row,
+    where that is above 1e-36."""
 
     name: ClassVar[str] = "int8"
     steps: ClassVar[int] = 127
@@ -161,7 +162,7 @@ class Int8(Scaled):
 @dataclass(frozen=True)
 class Int4(Scaled):
     """Integers from -7 to 7, for roots of squares from 0 to 15, two in a byte, times a scale per row: off by at most
-    1/13.9 of the largest magnitude of the row."""
+    1/13.9 of the largest magnitude of the row, where that is above 1e-36."""
 
     name: ClassVar[str] = "int4"
     steps: ClassVar[int] = 7

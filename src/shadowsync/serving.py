@@ -43,9 +43,11 @@ _UNKNOWN = 1
 # The finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), a
 # bijection of 64-bit numbers, the same in every process, run and version: the rows of trained models depend on it.
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+MIXERS = _GOLDEN, _FIRST, _SECOND = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
 
 
 def mix(words: Words) -> Words:
@@ -256,6 +258,21 @@ class _Cross(IdColumn):
         return to_rows(mix(mix(cells[0].words.copy()) ^ cells[1].words), self.rows)
 
 
+class _Keys(IdColumn):
+    missing_id = -(1 << 63) + 2  # the lowest that has a row
+
+    @property
+    def table_rows(self) -> int:
+        return self._capacity
+
+    def __init__(self, name: str, kind: Described, fit: Described, known: Known) -> None:
+        super().__init__(name, kind, fit, known)
+        self._capacity, self._text = int(kind["capacity"]), fit.get("form") == "text"
+
+    def find(self, *cells: Cells) -> Ids:
+        return cells[0].words.view(np.int64) if self._text else cells[0].integers
+
+
 class _Vocabulary(IdColumn):
     @property
     def table_rows(self) -> int:
@@ -306,6 +323,7 @@ class _AsIs(IdColumn):
 
 KINDS: Mapping[str, type[IdColumn]] = {
     "hash": IdColumn,
+    "dynamic": _Keys,
     "cross": _Cross,
     "vocabulary": _Vocabulary,
     "buckets": _Buckets,

@@ -10,15 +10,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, cast, overload
+from typing import Annotated, Any, ClassVar, Literal, cast, overload
 
 import msgspec
 import numpy as np
 import polars as pl
+from pydantic import Field
 
 from shadowsync.data.batch import Batch
 from shadowsync.data.labels import ONE_CLICK, Task
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.registry import MemberOf
 
 PART = 1 << 16  # bytes read at a place of a file that is looked at to know it again
 _WHOLE = 1 << 20  # bytes of a file that is read as a whole for that
@@ -28,11 +30,42 @@ Pooling = Literal["sum", "mean", "none"]
 
 
 @dataclass(frozen=True)
+class Dynamic:
+    """How the keys of a dynamic table get and lose their rows.
+
+    Attributes:
+        admit: look-ups after which a key gets a row; below 1 the probability that a look-up gives it one. From 2 on the
+            row that keys without one share learns what to expect of a key that is new.
+        evict: by name the `eviction.Eviction` that chooses whose row a new key gets where none is free.
+        ttl: a key that was not looked up for so many samples of training has lost its row; None: however long.
+        unadmitted: what keys without a row look up: the one row that they share, or zeros.
+        pinned: keys that get a row at their first look-up and keep it.
+    """
+
+    admit: Annotated[
+        float, Field(gt=0, le=255, description="look-ups after which it has a row; below 1 the probability of each")
+    ] = 2
+    evict: Annotated[
+        str,
+        MemberOf("shadowsync.embedding.eviction:Eviction"),
+        Field(description="whose row a new one gets where none is free"),
+    ] = "lfu"
+    ttl: Annotated[
+        int | None, Field(gt=0, description="it loses its row when not looked up for so many samples; null: never")
+    ] = None
+    unadmitted: Annotated[
+        Literal["shared", "zeros"], Field(description="what one without a row looks up: a row they share, or zeros")
+    ] = "shared"
+    pinned: Annotated[tuple[int, ...], Field(description="ids that have a row at their first look-up and keep it")] = ()
+
+
+@dataclass(frozen=True)
 class Feature:
     """A categorical feature of a source.
 
     Attributes:
-        rows: ids lie in `[0, rows)`.
+        rows: ids lie in `[0, rows)`; where `ids` says how they get their rows, they are any int64, and so many can have
+            one at a time.
         table: the embedding table that holds its rows; None for one of its own, called like the feature.
         multi_hot: a sample may have any number of ids, zero included.
         pooling: how the table made by default pools this feature's ids of a sample.
@@ -43,6 +76,7 @@ class Feature:
     table: str | None = None
     multi_hot: bool = False
     pooling: Pooling = "sum"
+    ids: Dynamic | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +248,7 @@ def check_ids(batch: Batch, source: OpenSource, part: Slice) -> None:
         bags = np.array([position, position + 1]) * samples
         start, stop = bags if offsets is None else offsets[bags]
         ids = values[start:stop]
-        if ids.max(initial=0) < feature.rows:
+        if feature.ids is not None or ids.max(initial=0) < feature.rows:
             continue
         where = int(np.argmax(ids >= feature.rows))
         sample = where if offsets is None else int(np.searchsorted(offsets, start + where, side="right")) - 1 - bags[0]

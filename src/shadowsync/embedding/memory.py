@@ -31,10 +31,12 @@ def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
 
     They are a function of the seed, the table and the row, never of how tables are cut or placed: drawn in blocks of
     fixed size, each from a generator of its own, so that any run of rows can be made alone and by several threads.
+    Rows of dynamic tables stay as they are: each is made for its key.
     """
     blocks = [
         (shard, weight, number)
         for shard, weight in shards
+        if shard.table.ids is None
         for number in range(shard.start // ROWS_PER_BLOCK, -(-shard.stop // ROWS_PER_BLOCK))
     ]
 

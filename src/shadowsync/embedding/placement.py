@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.keys import KEY_BYTES
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage
-from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.table import WAYS, Shard, Table
 from shadowsync.errors import ConfigError
 
 WORTH_CUTTING_BYTES = 64 << 20
@@ -78,7 +79,7 @@ def row_wise(
     Every server pools and sends a vector of every table for every sample, so this costs more than `place`; what one
     server loses is then spread alike over all tables.
     """
-    most = sum(-(-table.rows // servers) * optimizer.row_bytes(table.dim) for table in tables)
+    most = sum(-(-table.rows // servers) * row_bytes(table, optimizer) for table in tables)
     if capacity_bytes is not None and most > capacity_bytes:
         raise ConfigError(
             f"each of {servers} embedding servers would hold {most / 2**30:.1f} GiB and may hold "
@@ -86,7 +87,7 @@ def row_wise(
         )
     found: list[tuple[Shard, ...]] = []
     for number in range(servers):
-        spans = ((t, t.rows * number // servers, t.rows * (number + 1) // servers) for t in tables)
+        spans = ((t, _edge(t, number, servers), _edge(t, number + 1, servers)) for t in tables)
         found.append(tuple(Shard(table, start, stop) for table, start, stop in spans if start < stop))
     return tuple(found)
 
@@ -99,22 +100,33 @@ def cut(
     capacity_bytes: int | None = None,
     split_rows: int | None = None,
 ) -> list[Item]:
-    """The tables, or their parts, as items; the parts of one table differ by at most one row."""
-    share = sum(table.rows * optimizer.row_bytes(table.dim) for table in tables) / servers
+    """The tables, or their parts, as items; the parts of one table differ by at most one row, or set of rows."""
+    share = sum(table.rows * row_bytes(table, optimizer) for table in tables) / servers
     items = []
     for position, table in enumerate(tables):
-        row_bytes = optimizer.row_bytes(table.dim)
-        limit = max(share, WORTH_CUTTING_BYTES) if servers > 1 else table.rows * row_bytes
+        each = row_bytes(table, optimizer)
+        limit = max(share, WORTH_CUTTING_BYTES) if servers > 1 else table.rows * each
         if split_rows is not None:
-            limit = split_rows * row_bytes
+            limit = split_rows * each
         if capacity_bytes is not None:
             limit = min(limit, capacity_bytes)
-        parts = -(-table.rows // min(table.rows, max(1, int(limit // row_bytes))))
-        edges = [table.rows * part // parts for part in range(parts + 1)]
+        parts = -(-table.rows // min(table.rows, max(1, int(limit // each))))
+        edges = sorted({_edge(table, part, parts) for part in range(parts + 1)})
         for start, stop in pairwise(edges):
             cost = costs[table.name] * (stop - start) / table.rows
-            items.append(Item(Shard(table, start, stop), position, cost, (stop - start) * row_bytes))
+            items.append(Item(Shard(table, start, stop), position, cost, (stop - start) * each))
     return items
+
+
+def row_bytes(table: Table, optimizer: RowOptimizer) -> int:
+    """Memory of one row with all that is kept of it."""
+    return optimizer.row_bytes(table.dim) + (0 if table.ids is None else KEY_BYTES)
+
+
+def _edge(table: Table, part: int, parts: int) -> int:
+    """Where a table that is cut evenly is cut before a part; the sets of a dynamic table stay whole."""
+    unit = 1 if table.ids is None else WAYS
+    return table.rows // unit * part // parts * unit
 
 
 def _pack(items: Sequence[Item], servers: int, capacity_bytes: int | None) -> list[list[Item]] | None:

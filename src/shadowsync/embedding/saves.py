@@ -159,12 +159,15 @@ class SaveMethods:
             return self.server.rows_saved(save, shard, rows, weights)
 
 
-def read_rows(connection: Connection, shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES) -> Iterator[Rows]:
-    """All rows of a server's shards with their optimizer state, in chunks whose weights take about so much at most; of
-    one moment only while nobody pushes."""
+def read_rows(
+    connection: Connection, shards: Sequence[Shard], chunk_bytes: int = CHUNK_BYTES, only: Shard | None = None
+) -> Iterator[Rows]:
+    """All rows of a server's shards with their optimizer state, or those of one of them `only`, in chunks whose weights
+    take about so much at most; of one moment only while nobody pushes."""
     chunks = [
         (index, shard, start, min(start + step, shard.stop))
         for index, shard in enumerate(shards)
+        if only in (None, shard)
         for step in [max(1, chunk_bytes // (4 * shard.table.dim))]
         for start in range(shard.start, shard.stop, step)
     ]

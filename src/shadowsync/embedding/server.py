@@ -7,12 +7,14 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
+from shadowsync.embedding.keys import Counts as KeyCounts
+from shadowsync.embedding.keys import KeyIndex, Wanted
 from shadowsync.embedding.memory import fill
 from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.requests import (
@@ -27,7 +29,7 @@ from shadowsync.embedding.requests import (
     check_single,
 )
 from shadowsync.embedding.storage import Storage
-from shadowsync.embedding.table import RowNumbers, Rows, RowSet, Shard, slots_of
+from shadowsync.embedding.table import WAYS, RowNumbers, Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowTracking, RowWatches
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.memory.pages import zeros
@@ -145,6 +147,7 @@ class EmbeddingServer:
         memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
             own over the same rows, which outlive them.
         initial: rows, by the key of their shard, that it begins with in place of those of the seed, `[rows, D]`.
+        key_seed: of the rows that keys of dynamic tables get, in all processes that have the memory the same.
     """
 
     def __init__(
@@ -156,6 +159,7 @@ class EmbeddingServer:
         tracking: RowTracking | None = None,
         memory: SharedMemory | None = None,
         initial: Mapping[str, Tensor] | None = None,
+        key_seed: int = 0,
     ) -> None:
         self.shards, self.optimizer = tuple(shards), optimizer
         self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
@@ -164,14 +168,22 @@ class EmbeddingServer:
         self._storage = storage(self.shards, shard_of_slot, optimizer, seed, allocate)
         self._bounds, self._seed = bounds_of(self.slots), seed
         tensors = self._storage.state()
-        self._rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+        rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
+        self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
+        self._keys = None
+        if seed is not None:
+            for tensor in (t for own in rows if own.table.ids is not None for t in own.tensors.values()):
+                tensor.zero_()  # as it is, but in memory from now on, and not only when a key gets its row
+        if any(shard.table.ids is not None for shard in self.shards):
+            self._keys = KeyIndex(rows, self.numbers, key_seed, allocate, self._gate.singly, self._changing)
+            rows = tuple(replace(own, tensors={**own.tensors, **self._keys.tensors[i]}) for i, own in enumerate(rows))
+        self._rows = rows
         self._initial = dict(initial or {})
         if seed is not None:
             self._put_initial()
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
-        self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
         self.watches = RowWatches(self._rows, self.numbers, tracking, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)
@@ -189,6 +201,20 @@ class EmbeddingServer:
         return self.shards[position]
 
     # --- pulls and pushes --------------------------------------------------------------------------------------------
+
+    def rows_of(self, wanted: Wanted) -> Tensor:
+        """As `KeyIndex.find`."""
+        if self._keys is None:
+            raise DataError("rows are asked for by key and this server has no dynamic table")
+        return self._keys.find(wanted)
+
+    def _changing(self, numbers: Tensor) -> None:
+        self.watches.stepped(numbers)
+
+    @property
+    def keys(self) -> KeyCounts | None:
+        """Of the dynamic tables, if there are any."""
+        return None if self._keys is None else self._keys.counts
 
     def shapes(self, lookup: AnyLookup) -> Shapes:
         """Of `pull`'s answer and of its gradients, without a look at the ids of pooled rows."""
@@ -323,6 +349,8 @@ class EmbeddingServer:
                         [(s, own.tensors["weight"]) for s, own in zip(self.shards, self._rows, strict=True)], self._seed
                     )
                     self._put_initial()
+                if self._keys is not None:
+                    self._keys.take_defaults()
                 self.watches.reset()
                 return
             for rows in saved:
@@ -361,6 +389,8 @@ class EmbeddingServer:
                 target.index_copy_(0, places, source[held].to(target.dtype))
             else:
                 target[start - own.start : stop - own.start].copy_(source[held])
+        if self._keys is not None:
+            self._keys.settle(shard, start, stop)
         if len(places):
             self.watches.loaded(shard, places)
 
@@ -385,7 +415,8 @@ class EmbeddingServer:
         places = _shifted(rows, own.start)
         live = {name: tensor for name, tensor in own.tensors.items() if name not in wide}
         copies = {name: tensor.new_empty((len(rows), *tensor.shape[1:])) for name, tensor in live.items()}
-        step = max(1, CHUNK_BYTES // sum(tensor[:1].nbytes for tensor in live.values()))
+        # whole sets of a dynamic table, so that a key that moves within its set is copied once
+        step = max(1, CHUNK_BYTES // (WAYS * sum(tensor[:1].nbytes for tensor in live.values()))) * WAYS
         for first in range(0, len(rows), step):
             part = places[first : first + step]
             with self._gate.alone():

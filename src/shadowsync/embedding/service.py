@@ -9,6 +9,7 @@ from torch import Tensor
 from shadowsync.compression.channel import Stream
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
+from shadowsync.embedding.keys import Counts, Wanted
 from shadowsync.embedding.messages import Coded, Sent, pack_coded, tensors_of, unpack_coded, unpack_lookup, unpack_masks
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
 from shadowsync.embedding.saves import SaveMethods
@@ -90,6 +91,11 @@ class EmbeddingService(SaveMethods):
         own.asked.keep((stream, asked.number), _Asked(asked, tuple(each.shape for each in encoded), mask), size)
         return pack_coded(encoded, level.name, None if mask is None else mask.number)
 
+    @served()
+    def rows_of(self, wanted: Wanted) -> Tensor:
+        """As `EmbeddingServer.rows_of`."""
+        return self.server.rows_of(wanted)
+
     def _stream(self, own: _Client, key: tuple[int, str, Subject], codec: Codec) -> Stream:
         if (found := own.streams.get(key)) is None:
             about = f"what is pulled of {described(self.server.shards, key[2])}"
@@ -132,6 +138,11 @@ class EmbeddingService(SaveMethods):
         kept = None if asked.mask is None or gradients.mask is None else asked.mask.kept
         decoded = unpack_coded(gradients, self._push_codec, asked.shapes, "gradients", kept)
         return asked.lookup, tuple(found.tensor for found in decoded)
+
+    @served()
+    def key_counts(self) -> Counts | None:
+        """Of the dynamic tables, if there are any."""
+        return self.server.keys
 
     @served()
     def commit(self, step: RowStep, generation: int) -> int:

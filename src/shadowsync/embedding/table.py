@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from shadowsync.config import DIM, OTHERS
-from shadowsync.data.source import Feature, Pooling, Schema
+from shadowsync.data.source import Dynamic, Feature, Pooling, Schema
 from shadowsync.errors import ConfigError
 from shadowsync.models.model import SequenceInput
 from shadowsync.registry import nearest
@@ -25,6 +25,9 @@ class Table:
     """An embedding table of `rows × dim` float32 and the features that look rows up in it.
 
     Attributes:
+        rows: ids lie in `[0, rows)`; of a dynamic table, whose ids are any int64, how many of them can have a row at a
+            time, a multiple of 16.
+        ids: of a dynamic table, how they get their rows; None: an id is the number of its row.
         features: that share the table; pooled vectors come in the order of the tables and, within a table, in this one.
         pooling: how the rows of one sample become one vector, for all features or for each in their order. A sample
             without ids gives zeros, and with `none`, which keeps the rows apart, an empty sequence.
@@ -35,6 +38,7 @@ class Table:
     dim: Annotated[int, Field(gt=0)]
     features: tuple[str, ...]
     pooling: Pooling | tuple[Pooling, ...] = "sum"
+    ids: Dynamic | None = None
 
     @property
     def poolings(self) -> dict[str, Pooling]:
@@ -51,6 +55,15 @@ def pool(table: Table, poolings: Mapping[str, Pooling]) -> Table:
     """The table with these poolings of some of its features, and its own of the others."""
     each = tuple({**table.poolings, **poolings}[feature] for feature in table.features)
     return replace(table, pooling=each[0] if len(set(each)) == 1 else each)
+
+
+WAYS = 16
+"""Rows of a dynamic table among which a key has its own (`keys`)."""
+
+
+def whole_sets(rows: int) -> int:
+    """So many rows at least that a dynamic table can have them."""
+    return -(-rows // WAYS) * WAYS
 
 
 @dataclass(frozen=True)
@@ -259,7 +272,15 @@ def default_tables(schema: Schema, dim: int | Mapping[str, int], extra_columns: 
             raise ConfigError(f"model.embedding_dim: rows of table {name} cannot have the widths {given}: give one")
         rows = max(feature.rows for feature in features)
         width = next(iter(named.values()), by_feature.get(OTHERS, DIM))
-        table = Table(name, rows, width + extra_columns, tuple(feature.name for feature in features))
+        if len({feature.ids for feature in features}) > 1:
+            together = " and ".join(feature.name for feature in features)
+            raise ConfigError(
+                f"data.tables puts {together} into one table, and they are declared otherwise: an id has one row only "
+                "if data.columns says the same of all"
+            )
+        names = tuple(feature.name for feature in features)
+        table = Table(name, whole_sets(rows) if features[0].ids else rows, width + extra_columns, names)
+        table = replace(table, ids=features[0].ids)
         tables.append(pool(table, {feature.name: feature.pooling for feature in features}))
     return tuple(tables)
 
@@ -338,8 +359,16 @@ def check_tables(tables: Sequence[Table], features: Sequence[str]) -> None:
 def check_rows(tables: Sequence[Table], schema: Schema) -> None:
     """Raises `ConfigError` for a table with fewer rows than the source has ids for one of its features."""
     rows: Mapping[str, int] = {feature.name: feature.rows for feature in schema.features}
+    keyed = {feature.name for feature in schema.features if feature.ids is not None}
     for table in tables:
         for feature in table.features:
+            if table.ids is not None:
+                continue
+            if feature in keyed:
+                raise ConfigError(
+                    f"table {table.name} has a row for each id from 0 on, and feature {feature} any ids: write "
+                    f"ids: dynamic and capacity in place of rows"
+                )
             if table.rows < rows[feature]:
                 raise ConfigError(
                     f"table {table.name} has rows={table.rows} and the ids of feature {feature} go up to "

@@ -16,6 +16,7 @@ class PushGate:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._turn = threading.Lock()
+        self._one = threading.Lock()
         self._closed = False
         self._inside = 0
         self._waiting = 0
@@ -38,6 +39,12 @@ class PushGate:
         self._waiting += 1
         turns = self._turns
         self._changed.wait_for(lambda: self._turns != turns)  # whoever ended the turn has counted it as inside
+
+    @contextmanager
+    def singly(self) -> Iterator[None]:
+        """As a push goes through, but one of those who do so at a time."""
+        with self, self._one:
+            yield
 
     @contextmanager
     def alone(self) -> Iterator[None]:

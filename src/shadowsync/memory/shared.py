@@ -139,26 +139,37 @@ class FileGate:
 
     def __enter__(self) -> None:
         handle = self._handle()
-        _turnstile(handle, fcntl.F_RDLCK)
+        _lock(handle, _TURNSTILE, fcntl.F_RDLCK)
         try:
             fcntl.flock(handle, fcntl.LOCK_SH)
         finally:
-            _turnstile(handle, fcntl.F_UNLCK)
+            _lock(handle, _TURNSTILE, fcntl.F_UNLCK)
 
     def __exit__(self, *_: object) -> None:
         fcntl.flock(self._handle(), fcntl.LOCK_UN)
 
     @contextmanager
+    def singly(self) -> Iterator[None]:
+        """As `with gate:`, but one of those who do so at a time."""
+        handle = self._handle()
+        with self:
+            _lock(handle, _ONE, fcntl.F_WRLCK)
+            try:
+                yield
+            finally:
+                _lock(handle, _ONE, fcntl.F_UNLCK)
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody goes through, and nobody else is alone."""
         handle = self._handle()
-        _turnstile(handle, fcntl.F_WRLCK)
+        _lock(handle, _TURNSTILE, fcntl.F_WRLCK)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)
-            _turnstile(handle, fcntl.F_UNLCK)
+            _lock(handle, _TURNSTILE, fcntl.F_UNLCK)
 
     def _handle(self) -> int:
         found: _Handle | None = getattr(self._own, "handle", None)
@@ -171,9 +182,12 @@ _LOCK = struct.Struct("hhqqi4x")
 """`struct flock` of fcntl(2): type, whence, start, length, process."""
 
 
-def _turnstile(handle: int, kind: int) -> None:
-    """A lock of the open file's first byte, apart from `flock` on the same file; waits until it can be had."""
-    fcntl.fcntl(handle, fcntl.F_OFD_SETLKW, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+_TURNSTILE, _ONE = 0, 1
+
+
+def _lock(handle: int, byte: int, kind: int) -> None:
+    """A lock of one byte of the open file, apart from `flock` on the same file; waits until it can be had."""
+    fcntl.fcntl(handle, fcntl.F_OFD_SETLKW, _LOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
 
 class _Handle:

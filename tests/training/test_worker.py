@@ -1,7 +1,9 @@
 """A worker's step: what it hands to its update, and what the update of the replica methods does with it."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from shadowsync.training.worker import Driver, LocalUpdate, TrainerContext, Work
 
 B, N, D = 4, 3, 2
 DENSE_LR, EMBEDDING_LR = 0.5, 0.25
+WAIT_S = 10.0
 
 
 class Tower(nn.Module):
@@ -38,11 +41,14 @@ class Tower(nn.Module):
 class Rows:
     """An embedding client whose answer is in the ids, and that keeps what is pushed."""
 
+    admits: bool = False
+    preparing: Callable[[], None] = lambda: None
     pushed: list[tuple[Tensor, float]] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
 
     def prepare(self, ids: Jagged) -> Jagged:
         self.happened.append("prepared")
+        self.preparing()
         return ids
 
     def fetch(self, ids: Jagged) -> Pulled:
@@ -128,6 +134,8 @@ class Bench:
     rates: Rates
     count: int = 5
     asked: int = 0
+    prefetch: int = 1
+    gate: Gate = field(default_factory=Gate)
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -138,15 +146,15 @@ class Bench:
         return LocalUpdate(self.rows, self.feed, DENSE_LR, EMBEDDING_LR)
 
     def train(self, update: LocalUpdate | Kept) -> Worker:
-        gate, module = Gate(), self.replica.worker_module()
-        gate.join()
+        module = self.replica.worker_module()
+        self.gate.join()
         context = TrainerContext(
             rank=0,
             feed=self.feed,
             driver=Driver(),
-            gate=gate,
+            gate=self.gate,
             rates=self.rates,
-            prefetch=1,
+            prefetch=self.prefetch,
             record=lambda rank, logits, labels: None,
             trained=self._trained,
             stopping=lambda: False,
@@ -181,6 +189,34 @@ def test_a_look_up_is_prepared_while_the_answer_is_waited_for() -> None:
     bench = Bench(Rates(), count=2)
     bench.train(Kept(happened=bench.rows.happened))
     assert bench.rows.happened == ["asked", "prepared", "admitted", "fetched"] * 2
+
+
+@pytest.mark.parametrize("admits", [False, True])
+def test_no_pause_comes_between_a_look_up_that_admits_keys_and_its_step(admits: bool) -> None:
+    bench, update = Bench(Rates(), prefetch=0), Kept()
+    looking, go_on = threading.Event(), threading.Event()
+
+    def look() -> None:
+        looking.set()
+        assert go_on.wait(WAIT_S)
+
+    bench.rows = Rows(admits, look)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(bench.train, update)
+        try:
+            assert looking.wait(WAIT_S)
+            assert bench.gate.hold(0.05) is not admits
+            go_on.set()
+            assert bench.gate.hold(WAIT_S)
+            if admits:
+                assert len(update.numbers) == bench.rows.happened.count("fetched") > 0
+            else:
+                assert not update.numbers
+        finally:
+            go_on.set()
+            bench.gate.release()
+        training.result(WAIT_S)
+    assert update.numbers == list(range(bench.count))
 
 
 def test_the_local_update_is_sgd_on_both_parts() -> None:

@@ -25,7 +25,9 @@ from shadowsync.config import Config
 from shadowsync.data.leases import DoneLog
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
+from shadowsync.embedding.keys import parts_of as parts_of_keys
 from shadowsync.embedding.memory import parts_of
+from shadowsync.embedding.placement import row_bytes
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError, RunError
@@ -109,7 +111,7 @@ class ClusterSpec:
     def row_bytes(self) -> list[int]:
         """Memory that the rows of each embedding server take."""
         optimizer = row_optimizer(self.job.config.embedding)
-        return [sum(shard.rows * optimizer.row_bytes(shard.table.dim) for shard in shards) for shards in self.shards]
+        return [sum(shard.rows * row_bytes(shard.table, optimizer) for shard in shards) for shards in self.shards]
 
     @cached_property
     def shared_bytes(self) -> Mapping[str, int]:
@@ -120,7 +122,9 @@ class ClusterSpec:
             tracking = row_tracking(self.job.choices.recovery, self.job.config.train.seed)
             for index, shards in enumerate(self.shards):
                 followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
-                found[f"embedding-{index}"] = bytes_of([*parts_of(shards, optimizer), *followed])
+                found[f"embedding-{index}"] = bytes_of(
+                    [*parts_of(shards, optimizer), *parts_of_keys(shards), *followed]
+                )
         if shares_center(self.job.config, self.job.choices):
             lengths = enumerate(stop - start for start, stop in self.spans)
             found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}

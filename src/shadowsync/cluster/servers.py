@@ -61,6 +61,7 @@ def build_embedding(
         row_tracking(choices.recovery, train.seed, train.save_values),
         None if memory is None else SharedMemory.open(memory),
         initial,
+        train.seed,
     )
     if inherits:
         server.inherit()

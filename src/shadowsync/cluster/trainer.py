@@ -215,7 +215,8 @@ class TrainerPart(Imaged):
             reach = [self._server(*given) for given in enumerate(others.embedding)]
         unique = unique_rows(job.config, job.choices)
         streams = range(job.config.train.workers)
-        return [EmbeddingClient(job.tables, job.features, [way(stream) for way in reach], unique) for stream in streams]
+        ways = [[way(stream) for way in reach] for stream in streams]
+        return [EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in ways]
 
     def _server(
         self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]
@@ -224,9 +225,10 @@ class TrainerPart(Imaged):
         (address, shards), spec, choices = place, self._spec, self._spec.job.choices
         if address.memory is not None:
             memory, optimizer = SharedMemory.open(address.memory), row_optimizer(spec.job.config.embedding)
-            tracking = row_tracking(choices.recovery, spec.job.config.train.seed)
+            seed = spec.job.config.train.seed
+            tracking = row_tracking(choices.recovery, seed)
             told = tracking if tracking is not None and tracking.priority.sees else None
-            server = EmbeddingServer(shards, choices.storage, optimizer, None, told, memory)
+            server = EmbeddingServer(shards, choices.storage, optimizer, None, told, memory, key_seed=seed)
             if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
                 return lambda _: server
             return self._line(server, position)

@@ -16,6 +16,7 @@ from shadowsync.embedding.requests import AnyLookup, Lookup, check_shape
 from shadowsync.embedding.routing import NEVER, Fan, Route, Router, UniqueChoice, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, check_tables, group_by_table
+from shadowsync.embedding.translation import Translation
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.models.vectors import JaggedVectors, VectorGradients
 from shadowsync.rpc.pending import Pending, all_of
@@ -55,6 +56,7 @@ class EmbeddingClient:
     Attributes:
         columns: each pooled feature's columns in `Pulled.pooled`, by name, in their order.
         width: all columns, `Σ D_f`.
+        admits: a look-up may give rows to keys that have none.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class EmbeddingClient:
         features: Sequence[str],
         servers: Sequence[ServerProxy | EmbeddingServer],
         unique: UniqueRows = NEVER,
+        admits: bool = False,
     ) -> None:
         """For all tables of the job, in the order of the configuration, and the features of the source, in that of its
-        schema; `unique` says where duplicates are removed before rows and gradients cross.
+        schema; `unique` says where duplicates are removed before rows and gradients cross. Who trains `admits` keys of
+        dynamic tables that have no row yet.
 
         Raises:
             ConfigError: tables and features do not fit each other, or the servers do not hold every row once.
@@ -81,6 +85,8 @@ class EmbeddingClient:
         self._router = Router(tables, features, held)
         self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
         self._unique = UniqueChoice(unique, tables, features, held, self._here)
+        self._translation = Translation(tables, features, held, admits)
+        self.admits = admits and bool(self._translation)
         self._numbers = itertools.count()
         self.columns, self.width = self._router.selector.columns, self._router.selector.width
 
@@ -95,6 +101,8 @@ class EmbeddingClient:
     def prepare(self, ids: Jagged) -> Prepared:
         """What can be done of a `pull` before the servers are asked; raises as `pull`."""
         check_shape(ids, self._feature_count)
+        if self._translation:
+            ids = self._translation.rows(ids, self._servers)
         # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
         apart = ids.offsets is not None and ids.weights is None
         fan = self._router.fan(apart, self._unique.tables(ids))

@@ -11,6 +11,7 @@ from torch import Tensor
 from shadowsync.compression.channel import Channel, Stream
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
+from shadowsync.embedding.keys import Wanted
 from shadowsync.embedding.messages import (
     Coded,
     Sent,
@@ -122,6 +123,13 @@ class ServerProxy:
         codec = self._pulls.now.codec.name
         coded = self._ask(EmbeddingService.pull, packed, self._stream, codec, ANY)
         return Mapped(partial(self._decode, lookup.number, shapes), coded)
+
+    def rows_of(self, wanted: Wanted) -> Pending[Tensor]:
+        """As `EmbeddingServer.rows_of`."""
+        if isinstance(self._service, EmbeddingService):
+            return Done(self._service.server.rows_of(wanted))
+        self._pulls.count(wanted.keys.nbytes, wanted.keys.nbytes)
+        return self._ask(EmbeddingService.rows_of, wanted)
 
     def push(self, lookup: AnyLookup, gradients: Sequence[Tensor], lr: float) -> Pending[None]:
         if self._server is not None:

@@ -302,8 +302,7 @@ class Worker:
             try:
                 while True:
                     began = time.monotonic()
-                    with context.gate.resting():
-                        ready = self._next(pool, ahead) if context.prefetch else self._fetch(wait=False)
+                    ready = self._next(pool, ahead) if context.prefetch else self._take(wait=False)
                     self._waited_s = time.monotonic() - began
                     ready = ready or self._wait_for_more()
                     if ready is None:
@@ -318,16 +317,31 @@ class Worker:
         """The next batch while others are pulled in the pool's thread, or None when there is none now."""
         while len(ahead) <= self._context.prefetch:
             ahead.append(pool.submit(self._fetch, False))
-        while ahead:
-            if (ready := ahead.popleft().result()) is not None:
-                return ready
+        with self._context.gate.resting():
+            while ahead:
+                if (ready := ahead.popleft().result()) is not None:
+                    return ready
         return None
+
+    def _take(self, wait: bool) -> _Ready | None:
+        """The next batch where none is pulled ahead.
+
+        Look-ups that admit keys change what is saved: then no pause comes between them and their step, so that a job
+        that goes on from there does not count them twice.
+        """
+        with self._context.gate.resting():
+            if not self._embeddings.admits:
+                return self._fetch(wait)
+            leased = self._context.feed.next(wait)
+            if leased is None or not self.update.begin(leased)():
+                return None
+        return self._look_up(leased, lambda: True)
 
     def _fetch(self, wait: bool) -> _Ready | None:
         leased = self._context.feed.next(wait)
-        if leased is None:
-            return None
-        admitted = self.update.begin(leased)
+        return None if leased is None else self._look_up(leased, self.update.begin(leased))
+
+    def _look_up(self, leased: LeasedBatch, admitted: Callable[[], bool]) -> _Ready | None:
         ids, looked_up = self._module.ask(leased.batch)
         prepared = self._embeddings.prepare(ids)
         return (leased, self._embeddings.fetch(prepared), looked_up) if admitted() else None
@@ -336,8 +350,7 @@ class Worker:
         self.update.idle()
         self._context.driver.worker_idle(self._index)
         self.idle = True
-        with self._context.gate.resting():
-            ready = self._fetch(wait=True)
+        ready = self._take(wait=True)
         self.idle = False  # before the question below: whoever saw it idle after asking it to stop relies on it
         if ready is None or self._context.stopping():
             return None

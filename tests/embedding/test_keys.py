@@ -1,0 +1,295 @@
+"""Dynamic tables: each key has one row at most, no row two keys, whatever happens, and its row is its own."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shadowsync.data.batch import Jagged
+from shadowsync.data.source import Dynamic
+from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.keys import (
+    DEFAULT,
+    KEPT_CALLS,
+    LOWEST,
+    NOBODY,
+    Wanted,
+    hashes_of,
+    initial_rows,
+    salt_of,
+    sets_of,
+)
+from shadowsync.embedding.optimizers import SGD, RowwiseAdagrad
+from shadowsync.embedding.requests import RowLookup
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.table import WAYS, Shard, Table
+from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.errors import DataError
+from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
+
+USER = Table("user", 4 * WAYS, 3, ("user",), ids=Dynamic(admit=1))
+ITEM = Table("item", 2 * WAYS, 3, ("item",), ids=Dynamic(admit=1, evict="lru"))
+FIXED = Table("hour", 24, 3, ("hour",))
+ADAGRAD = RowwiseAdagrad(eps=1e-8)
+
+
+def server_of(*shards: Shard, key_seed: int = 7) -> EmbeddingServer:
+    return EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, key_seed=key_seed)
+
+
+def whole(table: Table) -> Shard:
+    return Shard(table, 0, table.rows)
+
+
+def find(server: EmbeddingServer, keys: list[int], samples: int = 0, shard: int = 0) -> list[int]:
+    return server.rows_of(Wanted((shard,), (len(keys),), torch.tensor(keys, dtype=torch.int64), samples)).tolist()
+
+
+def set_of(table: Table, key: int) -> int:
+    return int(sets_of(hashes_of(np.array([key]), salt_of(table.name)), table.rows // WAYS)[0])
+
+
+def keys_of_set(table: Table, number: int, count: int) -> list[int]:
+    return [key for key in range(100_000) if set_of(table, key) == number][:count]
+
+
+def owners(server: EmbeddingServer, shard: int = 0) -> list[int]:
+    return (server.state()[shard].tensors["key"] ^ NOBODY).tolist()
+
+
+def test_a_key_has_a_row_from_its_first_look_up_in_training_on() -> None:
+    server = server_of(whole(USER))
+    keys = [5, -3, 1 << 62, 5, LOWEST]
+    assert find(server, keys) == [-1] * 5, "who only asks admits nobody"
+    rows = find(server, keys, samples=5)
+    assert rows[0] == rows[3]
+    assert len({*rows}) == 4
+    assert min(rows) > 0, "the first row is the one that others share"
+    assert find(server, keys) == rows
+    assert [owners(server)[row] for row in rows] == keys
+    assert owners(server)[0] == DEFAULT
+    found = server.state()[0].tensors["weight"][rows[:3]]
+    assert torch.equal(found, torch.from_numpy(initial_rows(USER, np.array(keys[:3]), 7)))
+    assert found.abs().max() <= USER.rows**-0.5
+
+
+def test_initial_rows_of_tables_have_nothing_in_common() -> None:
+    """Equal ones in all tables would make features that have the same number alike."""
+    keys = np.arange(1000)
+    first, second = (initial_rows(replace(USER, name=name), keys, 7) for name in ("user", "item"))
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
+    assert not np.array_equal(first, initial_rows(USER, keys, 8))
+
+
+def test_keys_that_are_none_count_as_the_lowest() -> None:
+    server = server_of(whole(USER))
+    assert len({*find(server, [NOBODY, DEFAULT, LOWEST], samples=3)}) == 1
+    assert find(server, [0], samples=1) != find(server, [LOWEST])
+
+
+@pytest.mark.parametrize(("evict", "goes"), [("lfu", 1), ("lru", 0), ("never", None)])
+def test_a_full_set_gives_a_row_of_the_key_that_its_policy_chooses(evict: str, goes: int | None) -> None:
+    table = replace(ITEM, ids=Dynamic(admit=1, evict=evict))
+    server = server_of(whole(table))
+    *held, new = keys_of_set(table, 1, WAYS + 1)
+    find(server, held, samples=1)
+    for key in [held[0], *held[2:]]:  # the second is used least often
+        find(server, [key], samples=1)
+    find(server, [held[1]], samples=1000)  # and last, after a long time: still as often as the others
+    for key in [held[0], *held[2:]]:
+        find(server, [key], samples=1)
+    find(server, held[1:], samples=1)
+    for _ in range(KEPT_CALLS + 2):  # rows of batches that may be under way stay
+        find(server, [], samples=1)
+    before = find(server, held)
+    row = find(server, [new], samples=1)[0]
+    counts = server.keys
+    assert counts is not None
+    if goes is None:
+        assert row == -1
+        assert (counts.refused, counts.evicted) == (1, 0)
+        return
+    assert row == before[goes]
+    assert find(server, held) == [-1 if key == held[goes] else was for key, was in zip(held, before, strict=True)]
+    assert (counts.admitted, counts.refused, counts.evicted) == (WAYS + 1, 0, 1)
+
+
+def test_a_row_with_a_new_owner_has_no_state_of_the_old_one() -> None:
+    table = replace(ITEM, ids=Dynamic(admit=1, evict="lru"))
+    server = server_of(whole(table))
+    *held, new = keys_of_set(table, 1, WAYS + 1)
+    rows = torch.tensor(find(server, held, samples=1)).sort().values
+    server.push(RowLookup((0,), rows), [torch.ones(WAYS, table.dim)], 0.1)
+    assert bool((server.state()[0].tensors["momentum"][rows] > 0).all())
+    find(server, [], samples=KEPT_CALLS + 1)
+    (row,) = find(server, [new], samples=1)
+    own = server.state()[0].tensors
+    assert own["momentum"][row] == 0
+    assert torch.equal(own["weight"][row], torch.from_numpy(initial_rows(table, np.array([new]), 7))[0])
+
+
+def test_rows_of_batches_under_way_stay() -> None:
+    server = server_of(whole(ITEM))
+    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
+    before = find(server, held, samples=10)
+    assert find(server, [new], samples=10) == [-1]
+    assert find(server, held) == before
+
+
+def test_a_key_is_admitted_after_so_many_look_ups() -> None:
+    server = server_of(whole(replace(USER, ids=Dynamic(admit=3))))
+    assert [find(server, [9], samples=1)[0] >= 0 for _ in range(4)] == [False, False, True, True]
+
+
+def test_a_key_is_admitted_with_a_probability() -> None:
+    table = Table("user", 256 * WAYS, 2, ("user",), ids=Dynamic(admit=0.25))
+    rows = find(server_of(whole(table)), list(range(1000)), samples=1)
+    assert 180 < sum(row >= 0 for row in rows) < 320
+
+
+def test_a_key_that_is_not_looked_up_for_too_long_begins_anew() -> None:
+    server = server_of(whole(replace(USER, ids=Dynamic(admit=1, ttl=100))))
+    rows = torch.tensor(find(server, [1, 2], samples=1))
+    server.push(RowLookup((0,), rows.sort().values), [torch.ones(2, 3)], 0.1)
+    find(server, [2], samples=60)
+    find(server, [2], samples=60)
+    assert find(server, [1, 2], samples=1) == rows.tolist()
+    momentum = server.state()[0].tensors["momentum"]
+    assert [momentum[row] > 0 for row in rows.tolist()] == [False, True]
+
+
+def test_pinned_keys_stay() -> None:
+    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1, evict="lru", ttl=50, pinned=tuple(held)))))
+    before = find(server, held, samples=1)
+    find(server, [], samples=1000)
+    assert find(server, [new], samples=1) == [-1]
+    assert find(server, held, samples=1) == before
+
+
+def test_what_no_server_has_is_refused() -> None:
+    server = server_of(Shard(USER, 0, WAYS), whole(FIXED))
+    far = keys_of_set(USER, 3, 1)
+    for shard, keys, counts in [(1, [1], (1,)), (5, [1], (1,)), (0, far, (1,)), (0, [1], (2,)), (0, [1], (-1,))]:
+        with pytest.raises(DataError):
+            server.rows_of(Wanted((shard,), counts, torch.tensor(keys)))
+    with pytest.raises(DataError, match="int64"):
+        server.rows_of(Wanted((0,), (1,), torch.tensor([1.0])))
+    with pytest.raises(DataError, match="no dynamic table"):
+        server_of(whole(FIXED)).rows_of(Wanted((0,), (1,), torch.tensor([1])))
+
+
+@pytest.mark.skipif(not can_share(), reason="processes have memory in common on Linux only")
+def test_processes_have_the_owners_in_common() -> None:
+    from shadowsync.embedding.keys import parts_of as parts_of_keys  # noqa: PLC0415
+    from shadowsync.embedding.memory import parts_of  # noqa: PLC0415
+
+    shards = [whole(USER)]
+    memory = SharedMemory.create(bytes_of([*parts_of(shards, ADAGRAD), *parts_of_keys(shards)]), "rows")
+    first = EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, memory=memory, key_seed=7)
+    second = EmbeddingServer(shards, TorchStorage, ADAGRAD, None, memory=SharedMemory.open(memory.path), key_seed=7)
+    rows = find(first, [1, 2, 3], samples=3)
+    assert find(second, [1, 2, 3]) == rows
+    more = find(second, [4, 2, 1], samples=3)
+    assert find(first, [4, 2, 1]) == more
+    assert more[1:] == [rows[1], rows[0]]
+
+
+KEYS = st.lists(st.integers(0, 40), max_size=12)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("train"), KEYS),
+        st.tuples(st.just("ask"), KEYS),
+        st.tuples(st.just("time"), st.just([])),
+        st.tuples(st.just("move"), st.lists(st.integers(1, 3), max_size=2)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, st.sampled_from(["lfu", "lru", "never"]), st.sampled_from([1, 2, 0.5]), st.sampled_from([None, 40]))
+def test_every_key_has_its_own_row_whatever_happens(
+    steps: list[tuple[str, list[int]]], evict: str, admit: float, ttl: int | None
+) -> None:
+    """Against a dictionary of what each key has learnt: gradients of one each, through random look-ups in training and
+    without, waiting, and moves into other numbers of servers by what a checkpoint holds."""
+    table = Table("user", 4 * WAYS, 2, ("user",), ids=Dynamic(admit=admit, evict=evict, ttl=ttl))
+    servers = [EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_seed=7)]
+    known: dict[int, Tensor] = {}
+    for kind, numbers in steps:
+        if kind == "move":
+            cuts = sorted({0, *(number * WAYS for number in numbers), table.rows})
+            shards = [Shard(table, *span) for span in pairwise(cuts)]
+            saved = [rows for server in servers for rows in server.state()]
+            servers = [EmbeddingServer([shard], TorchStorage, SGD(), None, key_seed=7) for shard in shards]
+            for server in servers:
+                server.load(saved)
+            continue
+        client = EmbeddingClient([table], ["user"], servers, admits=kind != "ask")
+        if kind == "time":
+            for _ in range(KEPT_CALLS + 1):
+                client.pull(Jagged(torch.tensor([999]), None, None, 1, 1))
+            known.pop(999, None)
+            continue
+        keys = torch.tensor(numbers, dtype=torch.int64)
+        pulled = client.pull(Jagged(keys, None, None, 1, len(numbers)))
+        held = {owner: row for server in servers for row, owner in enumerate(owners(server)) if owner != NOBODY}
+        all_owners = [owner for server in servers for owner in owners(server) if owner != NOBODY]
+        assert len(held) == len(all_owners), "no key has two rows"
+        for key in set(known) - set(held):
+            del known[key]
+        for position, key in enumerate(numbers):
+            if key in held and (key not in known or not torch.allclose(known[key], pulled.pooled[position])):
+                fresh = torch.from_numpy(initial_rows(table, np.array([key]), 7))[0]
+                assert kind == "train"
+                assert torch.equal(pulled.pooled[position], fresh), "a key begins anew, or goes on with its own row"
+                known[key] = fresh.clone()
+        if kind == "train" and numbers:
+            client.push(pulled, torch.ones_like(pulled.pooled), 0.5).result()
+            for key in numbers:
+                if key in known:
+                    known[key] = known[key] - 0.5
+
+
+def test_servers_of_a_cut_table_and_fixed_tables_beside_it() -> None:
+    tables, features = [FIXED, USER, ITEM], ["item", "hour", "user"]
+    held = [[Shard(USER, 0, WAYS), whole(FIXED)], [Shard(USER, WAYS, USER.rows), whole(ITEM)]]
+    servers = [EmbeddingServer(shards, TorchStorage, SGD(), 0, key_seed=7) for shards in held]
+    alone = [EmbeddingServer([whole(table) for table in tables], TorchStorage, SGD(), 0, key_seed=7)]
+    values = torch.tensor([3, 10**12, 3, 1, 23, 0, 8, -8, 10**15])
+    ids = Jagged(values, None, None, 3, 3)
+    found = [EmbeddingClient(tables, features, each, admits=True).pull(ids).pooled for each in (servers, alone)]
+    assert torch.equal(*found)
+    assert bool((found[0] != 0).any(1).all())
+
+
+@pytest.mark.parametrize("unadmitted", ["shared", "zeros"])
+def test_what_keys_without_a_row_look_up(unadmitted: str) -> None:
+    table = replace(USER, ids=Dynamic(unadmitted=unadmitted, admit=2))  # type: ignore[arg-type]
+    server = EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_seed=7)
+    server.state()[0].tensors["weight"][0] = 5.0
+    client = EmbeddingClient([table], ["user"], [server], admits=True)
+    client.pull(Jagged(torch.tensor([1]), None, None, 1, 1))
+    pulled = client.pull(Jagged(torch.tensor([1, 2]), None, None, 1, 2))
+    mine = torch.from_numpy(initial_rows(table, np.array([1]), 7))[0]
+    other = torch.full((3,), 5.0 if unadmitted == "shared" else 0.0)
+    assert torch.equal(pulled.pooled, torch.stack([mine, other]))
+    client.push(pulled, torch.ones(2, 3), 1.0).result()
+    assert torch.equal(server.state()[0].tensors["weight"][0], torch.full((3,), 4.0 if unadmitted == "shared" else 5.0))
+
+
+def test_a_key_that_was_copied_at_two_moments_has_one_row() -> None:
+    server = server_of(whole(ITEM))
+    keys = keys_of_set(ITEM, 1, 3)
+    rows = find(server, keys, samples=1)
+    own = server.state()[0]
+    copy = replace(own, tensors={name: tensor.clone() for name, tensor in own.tensors.items()})
+    copy.tensors["key"][rows[2]], copy.tensors["seen"][rows[2]] = keys[0] ^ NOBODY, 9
+    server.load([copy])
+    assert find(server, keys) == [rows[2], rows[1], -1]

@@ -12,7 +12,7 @@ from shadowsync.compression.channel import pulled_and_pushed_bytes
 from shadowsync.compression.choice import CodecChoice
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
-from shadowsync.data.source import OpenSource, Schema
+from shadowsync.data.source import Dynamic, OpenSource, Schema
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.placement import measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
@@ -25,6 +25,7 @@ from shadowsync.embedding.table import (
     histories,
     pool,
     sequence_inputs,
+    whole_sets,
     widths,
     with_pooling,
 )
@@ -108,6 +109,11 @@ def planned(module: nn.Module | None, choices: Choices, schema: Schema) -> nn.Mo
     """A user's module for rows of this schema; only a wrapped one has to be prepared."""
     if not isinstance(module, Wrapped):
         return module
+    if (keyed := next((feature.name for feature in schema.features if feature.ids is not None), None)) is not None:
+        raise ConfigError(
+            f"a wrapped model has tables of so many rows each, and {keyed} is dynamic: declare it otherwise, for "
+            f"instance data.columns.{keyed}.kind=hash"
+        )
     return module.planned(schema, weighted=bool(getattr(choices.source, "weights", None)))
 
 
@@ -262,7 +268,10 @@ def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
 
 
 def _table(given: TableConfig) -> Table:
-    table = Table(given.name, given.rows, given.dim, given.features)
+    table = Table(given.name, given.rows or whole_sets(given.capacity or 0), given.dim, given.features)
+    if given.ids == "dynamic":
+        options = {name: getattr(given, name) for name in option_names(Dynamic)}
+        table = replace(table, ids=Dynamic(**{name: value for name, value in options.items() if value is not None}))
     if isinstance(given.pooling, dict):
         return with_pooling([table], given.pooling, f"embedding.tables: pooling of {given.name}")[0]
     return replace(table, pooling=given.pooling)

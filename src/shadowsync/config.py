@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from omegaconf import OmegaConf
@@ -179,11 +179,37 @@ class TableConfig(Section):
     """One embedding table."""
 
     name: str = Field(description="unique among the tables")
-    rows: int = Field(ge=1, description="ids lie in [0, rows); more costs memory")
+    rows: int | None = Field(None, ge=1, description="ids lie in [0, rows); more costs memory")
     dim: int = Field(ge=1, le=WIDEST, description="width of a row; more costs memory and time")
     features: tuple[str, ...] = Field(min_length=1, description="names of the features that look rows up in it")
     pooling: Pooling | dict[str, Pooling] = "sum"
     """how the rows of one sample become one vector, for all features or by feature"""
+    ids: Literal["rows", "dynamic"] = "rows"
+    """rows: an id is the number of its row; dynamic: ids are any integers, and get rows as they come"""
+    capacity: int | None = Field(None, ge=1)
+    """of a dynamic table, in place of rows: ids that can have a row at a time, rounded up to a multiple of 16"""
+    admit: float | None = Field(None, gt=0, le=255)
+    """of a dynamic table: look-ups after which an id gets a row (null: 2); below 1 the probability that each does"""
+    evict: Annotated[str | None, MemberOf("shadowsync.embedding.eviction:Eviction")] = None
+    """of a dynamic table: whose row a new id gets where none is free (null: lfu)"""
+    ttl: int | None = Field(None, ge=1)
+    """of a dynamic table: an id that is not looked up for so many samples of training loses its row; null: none does"""
+    unadmitted: Literal["shared", "zeros"] | None = None
+    """of a dynamic table: what ids without a row look up, one row that they share (null) or zeros"""
+    pinned: tuple[int, ...] = ()
+    """of a dynamic table: ids that get a row at their first look-up and keep it"""
+
+    @pydantic.model_validator(mode="after")
+    def _sized(self) -> Self:
+        dynamic = self.ids == "dynamic"
+        key, other = ("capacity", "rows") if dynamic else ("rows", "capacity")
+        if getattr(self, key) is None:
+            raise ValueError(f"table {self.name} needs {key}")
+        useless = {other, *(() if dynamic else ("admit", "evict", "ttl", "unadmitted", "pinned"))}
+        given = sorted(useless & {name for name in self.model_fields_set if getattr(self, name) not in (None, ())})
+        if given:
+            raise ValueError(f"{given[0]} has no effect on table {self.name}, as ids={self.ids}: leave it out")
+        return self
 
 
 class EmbeddingConfig(Section):

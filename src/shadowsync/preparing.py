@@ -105,7 +105,7 @@ def _as_trained(saved: LoadedCheckpoint, config: Config, choices: Choices) -> An
             if kind != was:
                 raise CheckpointError(
                     f"data.columns.{name}: {saved.name} was trained with {_told(was)}, this job declares "
-                    f"{_told(kind)}: declare it as it was, or start anew"
+                    f"{_told(kind)}: declare it as it was, or begin another run with its rows: --from"
                 )
         if (was := _asked(before)) != (now := _asked(source)):
             raise CheckpointError(

@@ -277,7 +277,14 @@ def _described(table: Table) -> dict[str, object]:
     poolings = sorted(table.poolings.items())
     kinds = {pooling for _, pooling in poolings}
     pooling = kinds.pop() if len(kinds) == 1 else ", ".join(f"{kind} of {feature}" for feature, kind in poolings)
-    return {"rows": table.rows, "dim": table.dim, "pooling": pooling, "features": ", ".join(sorted(table.features))}
+    size = {"rows" if table.ids is None else "capacity": table.rows}
+    return {
+        "ids": "rows" if table.ids is None else "dynamic",
+        **size,
+        "dim": table.dim,
+        "pooling": pooling,
+        "features": ", ".join(sorted(table.features)),
+    }
 
 
 def match_optimizer(saved: Mapping[str, Collection[str]], wanted: Mapping[str, Collection[str]]) -> None:

@@ -8,7 +8,7 @@ What a kind makes of values is in `serving.py`, under the same name, for trainin
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -17,10 +17,11 @@ import polars as pl
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shadowsync.data.values import Values, form_of, has_numbers, integers, numbers, texts
+from shadowsync.data.source import Dynamic
+from shadowsync.data.values import Values, form_of, has_numbers, integers, numbers, texts, words
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import build, choose, split_options
-from shadowsync.serving import LARGEST, scaled
+from shadowsync.serving import LARGEST, NOTHING, scaled
 
 MOST_VALUES = 20_000_000
 """Different values of a column that are counted for a vocabulary."""
@@ -176,6 +177,33 @@ class Hash(Categorical):
 
     rows: HashRows = 100_000
     missing: Missing = "own"
+
+
+@dataclass(frozen=True)
+class Keys(Dynamic, Categorical):
+    """Values of any type, however many there will be, of which those that come, or come often enough, have a row of
+    their own as long as there is room: whole numbers and dates are their own ids, text its hash of 64 bits."""
+
+    name: ClassVar[str] = "dynamic"
+
+    capacity: Annotated[int, Field(ge=1, le=1 << 36, description="values that can have a row at a time")] = 100_000
+    missing: Missing = "own"
+    pinned: Annotated[
+        tuple[int | str, ...], Field(description="values that have a row at their first look-up and keep it")
+    ] = ()  # type: ignore[assignment]
+
+    def ids(self, column: str, form: str | None) -> Dynamic:
+        """How they get their rows, where the column's values have this form, or are not known yet; raises `ConfigError`
+        for text that is to be pinned in a column of numbers."""
+        text = [value for value in self.pinned if isinstance(value, str)]
+        if form == "text":
+            pinned = words(pl.Series(list(map(str, self.pinned)), dtype=pl.String)).view(np.int64).tolist()
+        elif text and form not in (None, NOTHING):
+            raise ConfigError(f"data.columns.{column}.pinned holds {text[0]!r} and the column's values are no text")
+        else:
+            pinned = [value for value in self.pinned if value not in text]
+        options = {option.name: getattr(self, option.name) for option in fields(Dynamic)}
+        return Dynamic(**options | {"pinned": tuple(pinned)})
 
 
 @dataclass(frozen=True)

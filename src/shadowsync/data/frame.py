@@ -16,7 +16,7 @@ from pydantic import Field, InstanceOf
 from torch import Tensor
 
 from shadowsync.data.batch import Batch, Jagged
-from shadowsync.data.columns import Categorical, Cross, Dense, Hash, Ids, Kind, Kinds, Rows, Vocabulary, declared
+from shadowsync.data.columns import Categorical, Cross, Dense, Hash, Ids, Keys, Kind, Kinds, Rows, Vocabulary, declared
 from shadowsync.data.files import Problem
 from shadowsync.data.fitting import Learnt
 from shadowsync.data.labels import FAMILIES, Task, task_of
@@ -305,10 +305,11 @@ class TableOptions:
 
     def schema(self, columns: Transforms) -> Schema:
         """What a source of tables with these columns yields."""
-        features = (
-            Feature(c.name, c.table_rows, self.tables.get(c.name), bool(c.listed), self.pooling.get(c.name, "sum"))
-            for c in columns.ids
-        )
+        features = []
+        for c in columns.ids:
+            kind, pooling = self.kinds.ids[c.name], self.pooling.get(c.name, "sum")
+            ids = kind.ids(c.name, self._learnt.fit(c.name).form) if isinstance(kind, Keys) else None
+            features.append(Feature(c.name, c.table_rows, self.tables.get(c.name), bool(c.listed), pooling, ids))
         return Schema(columns.names, tuple(features))
 
     def described(self) -> Mapping[str, Any]:

@@ -10,25 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 from rich.table import Table as Shown
 from torch import Tensor
 
 from shadowsync.checkpoint.job_state import DenseImage, TrainerImage, dense_tensors, is_buffer, job_state, learnt_of
 from shadowsync.choices import Choices, as_trained, choose_all, chosen_source
+from shadowsync.cluster.images import Moved
 from shadowsync.cluster.session import Session
 from shadowsync.config import Config, parse, with_data
-from shadowsync.data.columns import Buckets, Categorical, Fit, Hash, Ids, Vocabulary
+from shadowsync.data.columns import Buckets, Categorical, Fit, Hash, Ids, Keys, Vocabulary
 from shadowsync.data.fitting import Learnt, told_apart
 from shadowsync.data.frame import TableOptions
-from shadowsync.data.values import Values, words
+from shadowsync.data.values import Values, form_of, integers, words
+from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, new_rows
+from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.wrapping import Wrapped
 from shadowsync.places import advice, unfollowed
 from shadowsync.preparing import inherited, prepared
 from shadowsync.registry import option_names
 from shadowsync.runs import load_trained
+from shadowsync.serving import Known
 from shadowsync.training.replica import Replica, flat_length, laid_out
 
 _ALL = 1 << 62
@@ -118,8 +124,8 @@ class Start:
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def _rows_taken(self, session: Session) -> Iterator[tuple[str, int]]:
-        """Of each table by name, how many of its first rows."""
+    def _rows_taken(self, session: Session) -> Iterator[tuple[str, int | Moved]]:
+        """Of each table by name, how many of its first rows, or where its rows go."""
         before, source = {table.name: table for table in self.saved.tables}, session.choices.source
         meant = {
             feature.name: self._rows_meant(feature.name, feature.rows, source) for feature in session.schema.features
@@ -135,6 +141,9 @@ class Start:
             if was is None:
                 self._tell(f"table {table.name}", "", now, "begins anew")
                 continue
+            if (was.ids is None) != (table.ids is None) or (table.ids is not None and was.rows != table.rows):
+                yield from self._moved(was, table, source)
+                continue
             shared = [name for name in table.features if name in was.features]
             rows = min([was.rows, table.rows, *(meant.get(name, _ALL) for name in shared)])
             why = f"begins anew: its rows are {table.dim} wide" if was.dim != table.dim else ""
@@ -145,6 +154,33 @@ class Start:
                 yield table.name, rows
         for name, was in before.items():
             self._tell(f"table {name}", f"{was.rows:,} x {was.dim}", "", "left behind")
+
+    def _moved(self, was: Table, table: Table, source: object) -> Iterator[tuple[str, Moved]]:
+        """From a table of other ids, or of dynamic ones of another capacity, by what the ids stand for."""
+        before, now = (f"{each.rows:,} x {each.dim}{' dynamic' if each.ids else ''}" for each in (was, table))
+        if was.dim != table.dim:
+            self._tell(f"table {table.name}", before, now, f"begins anew: its rows are {table.dim} wide")
+            return
+        kept: dict[str, Tensor] = {}
+        if was.ids is not None:
+            read = self.saved.rows(was.name, 0, was.rows, {"key", "count"})
+            keys, counts = read["key"].numpy() ^ NOBODY, read["count"].numpy().astype(np.int64)
+        else:
+            keys = _keys_of(self._source, was)
+            counts = np.ones(was.rows, dtype=np.int64)
+            kept = {"key": torch.from_numpy(keys ^ NOBODY), "count": torch.ones(was.rows, dtype=torch.int32)}
+        if table.ids is not None:
+            rows = new_rows(table, keys, counts)
+        else:
+            rows = Known(_keys_of(source, table).view(np.uint64)).find(keys.view(np.uint64))
+            rows[keys == NOBODY] = -1
+        if (rows < 0).all():
+            self._tell(f"table {table.name}", before, now, "begins anew: its ids mean something else")
+            return
+        lost = int(((rows < 0) & (keys != NOBODY)).sum())
+        rest = f", {lost:,} find no room" if lost else ""
+        self._tell(f"table {table.name}", before, now, f"{(rows >= 0).sum():,} rows{rest}")
+        yield table.name, Moved(torch.from_numpy(rows), kept)
 
     def _had(self, name: str) -> bool:
         return any(feature.name == name for feature in self._state.schema.features)
@@ -249,9 +285,26 @@ def _with_new(before: Values, now: Values, most: int) -> Values:
     return Values(pl.concat([before.values, new.head(max(0, most - len(before)))]))
 
 
+def _keys_of(source: object, table: Table) -> NDArray[np.int64]:
+    """What each id of a table stands for, as a key of a dynamic one, int64 `[rows]`; `NOBODY` if that is not known."""
+    if not isinstance(source, TableOptions):
+        return np.arange(table.rows)
+    found = np.full(table.rows, NOBODY, dtype=np.int64)
+    kinds = [source.kinds.ids.get(feature) for feature in table.features]
+    if all(isinstance(kind, Ids) for kind in kinds):
+        rows = min(table.rows, *(kind.rows for kind in kinds if isinstance(kind, Ids)))
+        found[:rows] = np.arange(rows)
+        found[rows : rows + 1] = LOWEST  # of missing values
+    elif all(isinstance(kind, Vocabulary) for kind in kinds) and source.learnt is not None:
+        values = source.learnt.values[table.features[0]].values
+        keys = words(values).view(np.int64) if form_of(values.dtype) == "text" else integers(values)
+        found[0], found[1], found[2 : 2 + len(keys)] = LOWEST, DEFAULT, keys[: table.rows - 2]
+    return found
+
+
 def _is_kept(kind: Categorical, was: Categorical | None) -> bool:
     """Whether an id of before means what it did."""
-    if isinstance(kind, Vocabulary | Ids):  # more values, or rows, are behind the others
+    if isinstance(kind, Vocabulary | Ids | Keys):  # more values, or rows, are behind the others
         return type(was) is type(kind)
     if isinstance(kind, Hash | Buckets) and isinstance(was, Hash | Buckets):
         return kind == replace(was, missing=kind.missing)

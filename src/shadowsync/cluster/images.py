@@ -4,10 +4,10 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from shadowsync.cluster.servers import IMAGE_S, Imaged
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.keys import PARTS
 from shadowsync.embedding.proxy import UNCOUNTED, ServerProxy
 from shadowsync.embedding.saves import SaveMethods, read_rows, write_rows
 from shadowsync.embedding.table import Rows, RowSet, Shard
@@ -31,6 +32,18 @@ from shadowsync.sync.dense import DenseServer
 T = TypeVar("T", bound=Rows | RowSet)
 
 PATIENCE_S = 0.5
+
+
+class Moved(NamedTuple):
+    """Rows of a checkpoint that another table has elsewhere.
+
+    Attributes:
+        rows: where each of the checkpoint's `R` rows goes, int64 `[R]`; −1 nowhere.
+        keys: what is kept of each beside its weights (`keys.PARTS`), by name, `[R]`, where the checkpoint has not.
+    """
+
+    rows: Tensor
+    keys: Mapping[str, Tensor]
 
 
 class Images:
@@ -141,15 +154,21 @@ class Images:
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         write_rows(member.connection, saved.rows_of(self._manager.spec.shards[member.index]))
 
-    def take_rows(self, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool) -> None:
-        """Fills the first rows of tables, as `Session.begin_with`."""
+    def take_rows(self, saved: LoadedCheckpoint, taken: Mapping[str, int | Moved], with_state: bool) -> None:
+        """Fills rows of tables, as `Session.begin_with`."""
+        firsts = {name: count for name, count in taken.items() if isinstance(count, int)}
 
         def fill(member: Member) -> None:
             shards = self._manager.spec.shards[member.index]
-            if any(shard.start < taken.get(shard.table.name, 0) for shard in shards):
+            if any(shard.start < firsts.get(shard.table.name, 0) for shard in shards):
                 own = read_rows(member.connection, shards)
-                some = (rows for rows in own if rows.start < taken.get(rows.table.name, 0))
-                write_rows(member.connection, (_with_first(rows, saved, taken, with_state) for rows in some))
+                some = (rows for rows in own if rows.start < firsts.get(rows.table.name, 0))
+                write_rows(member.connection, (_with_first(rows, saved, firsts, with_state) for rows in some))
+            for shard in shards:
+                moved = taken.get(shard.table.name)
+                if isinstance(moved, Moved):
+                    own = read_rows(member.connection, shards, only=shard)
+                    write_rows(member.connection, _with_moved(own, shard, saved, moved, with_state))
 
         self._manager.all_at_once([partial(fill, member) for member in self._manager.row_servers()])
 
@@ -212,6 +231,29 @@ class Images:
         """Fills one dense server with its part of `[P]`."""
         start, stop = self._manager.spec.spans[server.index]
         ask(server.connection, DenseServer.write, center[start:stop])
+
+
+def _with_moved(
+    own: Iterable[Rows], shard: Shard, saved: LoadedCheckpoint, moved: Moved, with_state: bool
+) -> Iterator[Rows]:
+    """A shard's rows with those of a checkpoint that go there; holds all of the shard, as they come from anywhere."""
+    pieces = list(own)
+    by_row = [name for name, tensor in pieces[0].tensors.items() if len(tensor) == pieces[0].stop - pieces[0].start]
+    whole = {name: torch.cat([piece.tensors[name] for piece in pieces]) for name in by_row}
+    wide = {name: tensor for name, tensor in pieces[0].tensors.items() if name not in whole}
+    table = saved.table(shard.table.name)
+    for start, stop in saved.chunks(table.name, 0, table.rows):
+        rows = moved.rows[start:stop]
+        mine = ((rows >= shard.start) & (rows < shard.stop)).nonzero().squeeze(1)
+        if len(mine):
+            found = saved.rows(table.name, start, stop, None if with_state else {"weight", *PARTS})
+            wide |= {name: found[name] for name in wide if name in found}
+            found |= {name: tensor[start:stop] for name, tensor in moved.keys.items()}
+            for name in whole.keys() & found.keys():
+                whole[name][rows[mine] - shard.start] = found[name][mine].to(whole[name].dtype)
+    for piece in pieces:
+        span = slice(piece.start - shard.start, piece.stop - shard.start)
+        yield Rows(piece.table, piece.start, wide | {name: tensor[span] for name, tensor in whole.items()})
 
 
 def _with_first(rows: Rows, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool) -> Rows:

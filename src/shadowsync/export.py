@@ -20,7 +20,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from shadowsync.data.batch import Jagged
 from shadowsync.data.labels import ONE_CLICK, Task, answers
 from shadowsync.data.source import Schema
+from shadowsync.embedding.keys_in_torch import KeysInTorch
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.models.vectors import JaggedVectors
@@ -55,7 +56,7 @@ class ExportSpec:
     while the file is written, less costs time when it is used.
     `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what becomes of the
     data's columns, as `serving.Transforms` takes it; `several` are the features of which a row has any number of ids,
-    `tasks` what the logits are of.
+    `tasks` what the logits are of; `owners` of dynamic tables whose row is whose, int64 `[rows]` as servers keep it.
     """
 
     tables: Sequence[Table]
@@ -67,6 +68,7 @@ class ExportSpec:
     columns: Mapping[str, Any] | None = None
     several: Collection[str] | None = None
     tasks: Sequence[Task] = ONE_CLICK
+    owners: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def table_of(self) -> dict[str, Table]:
@@ -126,6 +128,8 @@ class PooledTables(nn.Module):
         poolings = [table.poolings[name] for name, table in spec.table_of.items()]
         self.any_mean = "mean" in poolings
         self.sequences = frozenset(name for name, how in zip(spec.features, poolings, strict=True) if how == "none")
+        keyed = {name: spec.owners[name] for name in dict.fromkeys(t.name for t in tables) if name in spec.owners}
+        self.keys = KeysInTorch(tables, keyed) if keyed else None
         self.chunks: dict[int, list[_Chunk]] = {}
         first_rows: dict[str, int] = {}
         for dim in self.dims:
@@ -165,7 +169,18 @@ class PooledTables(nn.Module):
         bag = torch.searchsorted(offsets[1:].contiguous(), torch.arange(values.shape[0]), right=True)
         # offsets that end early leave values without a bag; the check below refuses them, this keeps it reachable
         feature = torch.div(bag, samples, rounding_mode="floor").clamp(max=len(self.features) - 1)
-        self._check(values, offsets, feature)
+        fits = (offsets[0] == 0) & (offsets[-1] == values.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
+        torch._assert_async(fits, "offsets must begin with 0, never fall, and end with the number of values")
+        if self.keys is not None:
+            values, keep = self.keys(values, feature)
+            if self.keys.dropping:
+                index = keep.nonzero().squeeze(1)
+                offsets = F.pad(keep.long().cumsum(0), (1, 0))[offsets]
+                values, bag, feature = values[index], bag[index], feature[index]
+                weights = None if weights is None else weights[index]
+        # ids of other tables' rows would go unnoticed otherwise
+        inside = ((values >= 0) & (values < self.row_count[feature])).all()
+        torch._assert_async(inside, "an id is not a row of its feature's table")
         if self.any_mean:
             weights = self._mean_weights(bag, feature, offsets, weights)
         numbered = values + self.first_row[feature]
@@ -182,13 +197,6 @@ class PooledTables(nn.Module):
             else:
                 found[name] = bags[dim][index]
         return found
-
-    def _check(self, values: Tensor, offsets: Tensor, feature: Tensor) -> None:
-        """Ids of other tables' rows would go unnoticed otherwise."""
-        fits = (offsets[0] == 0) & (offsets[-1] == values.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
-        torch._assert_async(fits, "offsets must begin with 0, never fall, and end with the number of values")
-        inside = ((values >= 0) & (values < self.row_count[feature])).all()
-        torch._assert_async(inside, "an id is not a row of its feature's table")
 
     def _mean_weights(self, bag: Tensor, feature: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Weights that turn a sum into a mean: 1 over the number of ids, whatever their weights, as in training."""

@@ -50,6 +50,7 @@ def make_result(
         sync=_sync(session, speed.iterations),
         wire=_wire(session),
         aggregation=_aggregation(session),
+        keys=result.KeysSection(**counted) if (counted := session.key_counts()) else None,
         recovery=_recovery(session, keeping, load_s),
     )
 

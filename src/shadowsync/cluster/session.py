@@ -21,13 +21,13 @@ from shadowsync.choices import Choices, warmup_samples
 from shadowsync.cluster.context import EventLog, JobContext, Near, Newest, Own
 from shadowsync.cluster.dense_side import DenseSide, Merged, Stepped
 from shadowsync.cluster.endpoints import Endpoints
-from shadowsync.cluster.images import Images
+from shadowsync.cluster.images import Images, Moved
 from shadowsync.cluster.manager import ClusterManager, ClusterSpec
 from shadowsync.cluster.outages import Outages, ServerLoss
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
 from shadowsync.cluster.scheduler import RestartPolicy
-from shadowsync.cluster.statuses import Statuses
+from shadowsync.cluster.statuses import KeyStatuses, Statuses
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
@@ -51,6 +51,7 @@ from shadowsync.training.replica import Replica
 
 STATUS_S = 1.0
 QUICK_STATUS_S = 0.05
+KEYS_S = 5.0
 FINISH_S = 60.0
 SEARCH_S = 1.0
 TRY_S = 300.0
@@ -122,6 +123,7 @@ class Session:
         self.given_up: str | None = None
         self.course = Course()
         self.most_held_bytes: int | None = None
+        self._keys = KeyStatuses()
         self._wire_before = WireTotals()
         self._syncs_before = 0
         self._position = position
@@ -712,10 +714,10 @@ class Session:
             self._dense.load(image)
 
     def begin_with(
-        self, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool, image: DenseImage
+        self, saved: LoadedCheckpoint, taken: Mapping[str, int | Moved], with_state: bool, image: DenseImage
     ) -> None:
-        """Fills the first rows of tables, as many as are `taken`, by name, from a checkpoint, and the dense parts;
-        `with_state`: with what the optimizer keeps for the rows."""
+        """Fills the first rows of tables, as many as are `taken`, by name, from a checkpoint, or all that are `Moved`,
+        and the dense parts; `with_state`: with what the optimizer keeps for the rows."""
         with self._all_or_again():
             self._images.take_rows(saved, taken, with_state)
             self._dense.load(image)
@@ -826,6 +828,12 @@ class Session:
         kinds = [kind for kind, codec in given.items() if not only_chosen or len(codec.levels) > 1]
         return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
 
+    def key_counts(self, wait: bool = True) -> dict[str, int]:
+        """Of dynamic tables, as `KeyStatuses`: as heard last, or having waited for all servers. Empty without any."""
+        if not any(table.ids is not None for table in self.tables):
+            return {}
+        return self._keys.ask(self._manager.serving("embedding"), KEYS_S if wait else 0.0)
+
     def counts(self, saves: int, checkpointing: bool = False) -> JobCounts:
         """What the recorder does not know by itself, but for what failures have cost."""
         if self._direct:  # it costs nothing to be up to date
@@ -847,6 +855,7 @@ class Session:
             emulated_step_ms=self.config.train.emulate_step_ms,
             step_seconds={} if self.coordinator is None else by_name(self.coordinator.recent_step_s()),
             held_bytes=held,
+            keys=self.key_counts(wait=False),
             valid=self.course.measures,
             valid_samples=self.course.samples if self.course.validations else None,
             learning_rates={} if self.validate_every is None else self.learning_rates,

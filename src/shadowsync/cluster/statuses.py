@@ -3,13 +3,15 @@
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from torch import Tensor
 
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart, TrainerStatus
 from shadowsync.compression.wire import WireTotals
+from shadowsync.embedding.keys import Counts
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.errors import ShadowSyncError
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.pending import Pending
@@ -137,3 +139,28 @@ class Statuses:
 
     def waiting(self) -> dict[str, int]:
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
+
+
+@dataclass
+class KeyStatuses:
+    """What each embedding server said last of its dynamic tables."""
+
+    _asked: dict[str, Pending[Counts | None]] = field(default_factory=dict)
+    _heard: dict[str, Counts] = field(default_factory=dict)
+
+    def ask(self, members: Sequence[Member], wait_s: float = 0.0) -> dict[str, int]:
+        """Together, as `Counts`; asks those that have answered again, and waits so long for all of them."""
+        for member in members:
+            if member.role not in self._asked:
+                self._asked[member.role] = later(member.connection, EmbeddingService.key_counts)
+        until = time.monotonic() + wait_s
+        for role, pending in list(self._asked.items()):
+            with contextlib.suppress(ShadowSyncError):
+                if pending.done() or wait_s:
+                    del self._asked[role]
+                    counts = pending.result(max(0.0, until - time.monotonic()))
+                    self._heard |= {} if counts is None else {role: counts}
+        total = Counts(0, 0, 0, 0, 0)
+        for counts in self._heard.values():
+            total = total.plus(counts)
+        return asdict(total) if self._heard else {}

@@ -55,6 +55,8 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         emulated_job_s: `recovery_seconds` are those of a job of this length; None where they have passed.
         step_seconds: of each worker of a gradient method, a batch, smoothed, by `trainer.worker`.
         held_bytes: memory of the gradients that wait for their step, all servers; None where that is not known.
+        keys: of dynamic tables since the last start, `rows`, `keys`, `admitted`, `refused` and `evicted`, as
+            `keys.Counts`; empty where there are none.
         valid: measures of the last validation, by name, and `valid_samples` how many samples had been trained by then.
         learning_rates: of the `dense` part and the `rows`, where there are validations, after which they may fall.
     """
@@ -75,6 +77,7 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     emulated_job_s: float | None = None
     step_seconds: dict[str, float] = {}
     held_bytes: int | None = None
+    keys: dict[str, int] = {}
     valid: dict[str, float] = {}
     valid_samples: int | None = None
     learning_rates: dict[str, float] = {}

@@ -413,6 +413,14 @@ LIVE: tuple[Measure, ...] = (
         labels=("worker",),
     ),
     Measure(
+        "keys",
+        "Of dynamic tables: their rows, keys that have one, and keys admitted, refused and evicted since the start.",
+        "keys",
+        "keys/{}",
+        labels=("what",),
+        line=lambda f: f"{words.percent(f.keys['keys'] / f.keys['rows'])} of rows taken" if f.keys else "",
+    ),
+    Measure(
         "held_gradient_bytes", "Memory of gradients that wait for their step.", "held_bytes", "aggregation/held_bytes"
     ),
     Measure(
@@ -533,6 +541,15 @@ KEY_NUMBERS: tuple[Final, ...] = (
     Final("data.trained_samples", "trained samples", "{0.train_samples:,} in an epoch", words.count, "trained"),
     Final("data.test_samples", "test samples", "never trained on", words.count),
     Final("data.skipped_rows", "bad rows skipped", "data.on_bad_row=skip", _some(words.count)),
+    Final(
+        "keys",
+        "ids with a row",
+        "of dynamic tables, and how many can have one",
+        lambda of: f"{of.keys:,} of {of.rows:,}",
+    ),
+    Final("keys.admitted", "ids admitted", "got a row since the last start", words.count),
+    Final("keys.refused", "look-ups refused", "of ids that were to get a row, and none was free", words.count),
+    Final("keys.evicted", "ids evicted", "lost their row to another one, or to time", words.count),
     Final("recovery.saves", "checkpoints", "recovery mode {0.mode}", words.count),
     Final("recovery.failures", "failures", _lost, _some(words.count)),
     Final(lambda result: (found := notable_recovery(result)) and found.mode, show=_or_missing, column="recovery"),

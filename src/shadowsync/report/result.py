@@ -204,6 +204,23 @@ class AggregationSection(_ResultSection, frozen=True):
     most_held_bytes: int | None = None
 
 
+class KeysSection(_ResultSection, frozen=True):
+    """Of the dynamic tables.
+
+    Attributes:
+        rows: keys that can have one at a time.
+        keys: that have one.
+        admitted, refused, evicted: since the last start, keys that got a row, that found none free, and that lost
+            theirs to another one or to time. One that is refused again counts again.
+    """
+
+    rows: int
+    keys: int
+    admitted: int
+    refused: int
+    evicted: int
+
+
 class RecoverySeconds(_ResultSection, frozen=True):
     """Where recovery's time went: by how much saving held up training (standing still, and processors that it took),
     loading checkpoints, training that was repeated, and from failures until replacements stood ready.
@@ -260,6 +277,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     wire: WireSection | None = None
     aggregation: AggregationSection | None = None
     recovery: RecoverySection | None = None
+    keys: KeysSection | None = None
     machine: dict[str, str | int | float] | None = None
 
     def __str__(self) -> str:

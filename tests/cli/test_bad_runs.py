@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import CommandLine, assert_sentence, cut_in_half, everything_in, train
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from shadowsync import Job
 from shadowsync.checkpoint.files import LocalFiles
+from shadowsync.checkpoint.format import MANIFEST, RowTensor, decode, encode
 from shadowsync.config import load
 
 
@@ -57,6 +59,26 @@ def test_a_checkpoint_of_another_model(trained: CommandLine, change: str, named:
     before = digest(trained.folder / "out")
     assert_sentence(trained("train", "--resume", "out", "data.epochs=2", change), 2, [named])
     assert digest(trained.folder / "out") == before
+
+
+def test_a_checkpoint_whose_optimizer_state_has_another_form(trained: CommandLine) -> None:
+    (checkpoint,) = (trained.folder / "out" / "checkpoints").iterdir()
+    written = decode((checkpoint / MANIFEST).read_bytes(), MANIFEST)
+    pieces = tuple(replace(piece, tensors=tuple(map(reshaped, piece.tensors))) for piece in written.pieces)
+    (checkpoint / MANIFEST).write_bytes(encode(replace(written, pieces=pieces)))
+    before = digest(trained.folder / "out")
+    for command in (
+        ("train", "--resume", "out", "data.epochs=2"),
+        ("evaluate", "out"),
+        ("predict", "out", "--data", "test.parquet", "--out", "p.parquet"),
+    ):
+        assert_sentence(trained(*command), 2, ["momentum", ", 1]"])
+        assert digest(trained.folder / "out") == before
+
+
+def reshaped(tensor: RowTensor) -> RowTensor:
+    """The same bytes with one dimension more, of the optimizer's state."""
+    return replace(tensor, shape=(*tensor.shape, 1)) if tensor.name == "momentum" else tensor
 
 
 def digest(folder: Path) -> dict[str, bytes]:

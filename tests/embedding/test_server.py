@@ -277,6 +277,18 @@ def test_sets_that_lie_change_nothing(case):
     torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["weight", "momentum"])
+def test_rows_of_another_width_change_nothing(name):
+    made, saved = server(), copied(trained().state())[1]
+    before, count = copied(made.state()), len(saved.tensors["weight"])
+    wide = replace(saved, tensors={**saved.tensors, name: torch.ones(count, 9)})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} of {count} rows of table b has the form \[{count}, 9\] and not"
+    ):
+        made.load([wide], partial=True)
+    torch.testing.assert_close([dict(r.tensors) for r in made.state()], [r.tensors for r in before], rtol=0, atol=0)
+
+
 def test_a_shard_of_one_row_takes_no_row_for_another():
     made = server([Shard(TABLES[1], 7, 8)], ADAM)
     saved = copied(trained(ADAM).state())[1]

@@ -466,8 +466,18 @@ def check_fits(own: Rows, saved: Rows | RowSet, optimizer: RowOptimizer) -> None
             f"embedding.optimizer={optimizer.name} needs {', '.join(sorted(own.tensors))}: "
             "resume with the optimizer it was trained with"
         )
-    if not isinstance(saved, RowSet):
-        return
+    called, wide = there.name, _wide_names(optimizer)
+    if isinstance(saved, RowSet):
+        _check_numbers(saved)
+    count = len(saved.numbers) if isinstance(saved, RowSet) else saved.stop - saved.start
+    for name, target in own.tensors.items():
+        form = list(target.shape if name in wide else (count, *target.shape[1:]))
+        if (found := list(saved.tensors[name].shape)) != form:
+            raise CheckpointError(f"{name} of {count} rows of table {called} has the form {found} and not {form}")
+
+
+def _check_numbers(saved: RowSet) -> None:
+    """Raises `CheckpointError` unless the set's rows are rows of its range, distinct and ascending."""
     numbers, called = saved.numbers, saved.table.name
     if numbers.dtype != torch.int64 or numbers.dim() != 1:
         raise CheckpointError(f"row numbers of table {called} are int64 [K], not {numbers.dtype} {list(numbers.shape)}")
@@ -480,14 +490,6 @@ def check_fits(own: Rows, saved: Rows | RowSet, optimizer: RowOptimizer) -> None
             f"row numbers of table {called} must be distinct, in ascending order and from {saved.start} to "
             f"{saved.stop - 1}"
         )
-    wide = _wide_names(optimizer)
-    for name, target in own.tensors.items():
-        form = list(target.shape if name in wide else (len(saved.numbers), *target.shape[1:]))
-        if list(saved.tensors[name].shape) != form:
-            raise CheckpointError(
-                f"{name} of {len(saved.numbers)} rows of table {called} has the form "
-                f"{list(saved.tensors[name].shape)} and not {form}"
-            )
 
 
 def _check_covered(own: Rows, found: Sequence[Rows | RowSet]) -> None:

@@ -121,7 +121,7 @@ def tables(draw: st.DrawFn) -> tuple[pl.DataFrame, pl.DataFrame, dict[str, Any]]
     return frames[0], frames[1], declared
 
 
-@settings(deadline=None, max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(tables())
 def test_serving_is_bit_by_bit_what_training_is(
     tmp_path: Path, made: tuple[pl.DataFrame, pl.DataFrame, dict[str, Any]]

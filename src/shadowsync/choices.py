@@ -106,9 +106,10 @@ def choose_all(config: Config, own_model: bool) -> Choices:
     chosen = _chosen_members(config)
     source = _built("data", config, chosen)[0]
     wanted(config.train, source.tasks)
+    members = [] if own_model else _built("model", config, chosen)  # none either where the name is of code
     return Choices(
         source=source,
-        model=None if own_model else _answering(_built("model", config, chosen)[0], source.tasks),
+        model=_answering(members[0], source.tasks) if members else None,
         storage=storage_class(config.embedding.storage),
         method=method,
         schedule=schedule,

@@ -151,6 +151,12 @@ def test_rows_of_all_parts_may_be_written_to_a_place_with_any_name(shadowsync: C
     assert all(Path(place).is_file() for place in (section.path, section.test_path, section.valid.path))
 
 
+def test_rows_are_written_whatever_module_the_configuration_names(shadowsync: CommandLine) -> None:
+    said = shadowsync("data", "synthetic", "data.rows=50", "model.name=torch.nn:Linear", "--out", "rows.parquet")
+    assert said.status == 0, said.err
+    assert (shadowsync.folder / "rows.parquet").exists()
+
+
 def test_help_says_what_a_command_does(shadowsync: CommandLine) -> None:
     for command in ("", "train", "evaluate", "predict", "export", "report", "data"):
         said = shadowsync(*([command] if command else []), "--help")

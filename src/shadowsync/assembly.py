@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from shadowsync.compression.choice import CodecChoice
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import Dynamic, OpenSource, Schema
+from shadowsync.embedding.mapped_storage import MappedStorage
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.placement import measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
@@ -31,6 +34,7 @@ from shadowsync.embedding.table import (
 )
 from shadowsync.errors import ConfigError
 from shadowsync.memory.pages import memory_bytes
+from shadowsync.memory.room import Disk
 from shadowsync.memory.shared import can_share
 from shadowsync.models.model import ModelSpec, copy_module
 from shadowsync.models.wrapping import Wrapped, features_of
@@ -126,6 +130,16 @@ def initial_rows(module: nn.Module | None, shards: Sequence[Shard], here: bool) 
     return rows if here else {key: part.clone() for key, part in rows.items()}
 
 
+def disk_of(config: Config, here: bool = True) -> Disk | None:
+    """Of a storage that has rows on disk; None for others. `here`: in the folder that the configuration names."""
+    given = config.embedding
+    if given.storage != MappedStorage.name:
+        return None
+    folder = Path(given.folder if given.folder is not None and here else gettempdir())
+    memory = given.memory_gib
+    return Disk(folder, (memory_bytes() or GIB) // 2 // server_count(config) if memory is None else int(memory * GIB))
+
+
 def place_tables(
     config: Config,
     choices: Choices,
@@ -142,7 +156,14 @@ def place_tables(
     """
     memory = config.cluster.server_memory_gib
     capacity = None if memory is None else int(memory * GIB)
-    count, optimizer = server_count(config), row_optimizer(config.embedding)
+    count, optimizer, disk = server_count(config), row_optimizer(config.embedding), disk_of(config)
+    if disk is not None and capacity is not None:
+        if disk.memory_bytes > capacity:
+            raise ConfigError(
+                f"embedding.memory_gib={disk.memory_bytes / GIB:.3g} is more than "
+                f"cluster.server_memory_gib={memory:.3g}: lower it"
+            )
+        capacity = None  # the rows are not in memory
     if config.embedding.sharding == "row_wise":
         placed = row_wise(tables, optimizer, count, capacity)
     else:

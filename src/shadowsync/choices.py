@@ -14,6 +14,7 @@ from shadowsync.compression.codec import Codec, in_vain
 from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, TrainConfig, merge, parse
 from shadowsync.data.labels import Task
 from shadowsync.data.source import Source
+from shadowsync.embedding.mapped_storage import MappedStorage
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.storage import Storage, storage_class
 from shadowsync.errors import ConfigError, blamed
@@ -438,6 +439,12 @@ def _check_used(config: Config) -> None:
                 raise ConfigError(f"{section}.{option} is not an option of {section}.optimizer={given.optimizer}")
     if config.train.decay == "none" and "final_lr" in config.train.model_fields_set:
         raise ConfigError("train.final_lr has no effect with train.decay=none: set train.decay=linear or cosine")
+    for option in ("memory_gib", "folder"):
+        if getattr(config.embedding, option) is not None and config.embedding.storage != MappedStorage.name:
+            raise ConfigError(
+                f"embedding.{option} has no effect with embedding.storage={config.embedding.storage}: set "
+                f"embedding.storage={MappedStorage.name}, or leave it out"
+            )
     if config.embedding.sharding == "row_wise" and config.embedding.split_rows is not None:
         raise ConfigError("embedding.split_rows has no effect with embedding.sharding=row_wise: leave one of them out")
 

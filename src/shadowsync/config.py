@@ -218,7 +218,14 @@ class EmbeddingConfig(Section):
     servers: int | None = Field(None, ge=1, le=1024)
     """embedding servers; more spreads memory and load over machines. null: 2 with cluster.address, 1 on one machine,
     where more only cost messages"""
-    storage: str = Field("auto", description="auto takes fbgemm where it is installed, else torch")
+    storage: str = Field("auto")
+    """auto takes fbgemm where it is installed, else torch; mapped has the rows in a file of a disk, and those in use in
+    memory"""
+    memory_gib: float | None = Field(None, gt=0)
+    """of a mapped storage: what each server keeps in memory; more reads less. null: half of the machine's over the
+    servers"""
+    folder: str | None = Field(None, min_length=1)
+    """of a mapped storage: of a fast disk, with room for all rows; null is the one for temporary files"""
     optimizer: Annotated[str, MemberOf("shadowsync.embedding.optimizers:RowOptimizer")] = "rowwise_adagrad"
     """applied in the fused backward"""
     lr: float = Field(0.15, gt=0, description="learning rate of the rows")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shadowsync.assembly import make_module, planned, row_optimizer
+from shadowsync.assembly import disk_of, make_module, planned, row_optimizer
 from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices, as_trained, choose_all, named_module
@@ -160,7 +160,8 @@ class Trained:
         # A model's columns follow the order of the tables, which the servers' files do not keep.
         self.tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
         shards = [Shard(table, 0, table.rows) for table in self.tables]
-        self.server = EmbeddingServer(shards, self.choices.storage, row_optimizer(self.config.embedding), None)
+        optimizer, disk = row_optimizer(self.config.embedding), disk_of(self.config, here=False)
+        self.server = EmbeddingServer(shards, self.choices.storage, optimizer, None, disk=disk)
         _restore_rows(self.server, saved)
         self._given = planned(model, self.choices, self.schema)
         _check_tables(self._given, self.tables)

@@ -51,6 +51,7 @@ def make_result(
         wire=_wire(session),
         aggregation=_aggregation(session),
         keys=result.KeysSection(**counted) if (counted := session.key_counts()) else None,
+        stored=result.StoredSection(**counted) if (counted := session.stored_counts()) else None,
         recovery=_recovery(session, keeping, load_s),
     )
 

@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from tempfile import gettempdir
 
 import numpy as np
 import pytest
@@ -18,19 +20,41 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding import optimizers
 from shadowsync.embedding.client import EmbeddingClient, Pulled
 from shadowsync.embedding.fbgemm_storage import FbgemmStorage, twins_lead
+from shadowsync.embedding.mapped_storage import INDEX_BYTES, SLOT_BYTES, MappedStorage
 from shadowsync.embedding.optimizers import Adam, RowOptimizer, RowwiseAdagrad
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.storage import Storage
-from shadowsync.embedding.table import Shard, Table
+from shadowsync.embedding.table import Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
+from shadowsync.memory.room import Disk, Room
 from shadowsync.models.vectors import VectorGradients
 from shadowsync.rpc.kept import USUAL, KeptLimits
 
 needs_fbgemm = pytest.mark.skipif(
     importlib.util.find_spec("fbgemm_gpu") is None, reason="needs FBGEMM: pip install 'shadowsync[fbgemm]'"
 )
+
+
+class FewSlots(MappedStorage):
+    """With memory for a third of the rows, and all state as it is: what is in a slot was written back."""
+
+    def __init__(self, shards, features, optimizer, seed, room=None) -> None:
+        size = sum(
+            shard.rows * (optimizer.row_bytes(shard.table.dim) + SLOT_BYTES + 3 * INDEX_BYTES) for shard in shards
+        )
+        super().__init__(shards, features, optimizer, seed, room or Room(disk=Disk(Path(gettempdir()), size // 3)))
+
+    def push(self, *given) -> None:
+        with self._gate:  # as a server does
+            super().push(*given)
+
+    def state(self):
+        for index, shard in enumerate(self._shards):
+            views = {n: view for n, view in super().state()[shard.key].items() if n != "step"}
+            self.copy(index, range(shard.rows), views)
+        return super().state()
 
 
 class OtherProcessor(FbgemmStorage):
@@ -42,6 +66,7 @@ class OtherProcessor(FbgemmStorage):
 STORAGES = [
     pytest.param(TorchStorage, id="torch"),
     pytest.param(FbgemmStorage, id="fbgemm", marks=needs_fbgemm),
+    pytest.param(FewSlots, id="mapped"),
     pytest.param(OtherProcessor, id="fbgemm as on another processor", marks=needs_fbgemm),
 ]
 # an eps large enough to be seen
@@ -218,9 +243,15 @@ def train_histories(job: EmbeddingClient, steps: int, kind: str = "multi") -> li
     return seen
 
 
+def copied(server: EmbeddingServer) -> list[Rows]:
+    """All of a server's rows as they are."""
+    shards = enumerate(server.shards)
+    return [Rows(s.table, s.start, server.copy_rows(index, range(s.start, s.stop))) for index, s in shards]
+
+
 def rows_of(servers: Sequence[EmbeddingServer], name: str, tensor: str = "weight") -> Tensor:
     """A table's rows from wherever they are held."""
-    found = [rows for server in servers for rows in server.state() if rows.table.name == name]
+    found = [rows for server in servers for rows in copied(server) if rows.table.name == name]
     return torch.cat([rows.tensors[tensor] for rows in sorted(found, key=lambda rows: rows.start)])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, KINDS, ROWS, SOURCE, TABLES, random_ids, train
+from embedding_cases import ADAGRAD, ADAM, BY_NAME, EACH, KINDS, ROWS, SOURCE, TABLES, copied, random_ids, train
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
@@ -84,12 +84,8 @@ def changed(server: EmbeddingServer, before: Sequence[Rows]) -> dict[str, set[in
         f"{now.table.name} {now.start}": set(
             (now.tensors["weight"] != then.tensors["weight"]).any(1).nonzero().flatten().tolist()
         )
-        for now, then in zip(server.state(), before, strict=True)
+        for now, then in zip(copied(server), before, strict=True)
     }
-
-
-def copied(server: EmbeddingServer) -> list[Rows]:
-    return [Rows(r.table, r.start, {n: t.clone() for n, t in r.tensors.items()}) for r in server.state()]
 
 
 @EACH

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shadowsync.aggregation.coordinator import StepCoordinator
 from shadowsync.aggregation.stepping import DenseStepper
-from shadowsync.assembly import prefetch
+from shadowsync.assembly import disk_of, prefetch
 from shadowsync.checkpoint.loading import LoadedCheckpoint
 from shadowsync.choices import Choices
 from shadowsync.compression.wire import WireCounter
@@ -21,6 +21,7 @@ from shadowsync.data.reader import Reader
 from shadowsync.data.source import Schema
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard, Table, widths
+from shadowsync.memory.room import Disk
 from shadowsync.metrics.history import About, Event, RoleEvent
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.models.wrapping import features_of
@@ -88,6 +89,11 @@ class JobContext:
     def features(self) -> tuple[str, ...]:
         """What embedding servers are asked for, in the order of the ids."""
         return features_of(self.model, self.schema)
+
+    @property
+    def disk(self) -> Disk | None:
+        """Of a storage that has rows on disk."""
+        return disk_of(self.config)
 
     @property
     def without_model(self) -> "JobContext":

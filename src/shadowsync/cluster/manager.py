@@ -26,12 +26,11 @@ from shadowsync.data.leases import DoneLog
 from shadowsync.data.reader import Reader
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.keys import parts_of as parts_of_keys
-from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.placement import row_bytes
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError, RunError
-from shadowsync.memory.shared import bytes_of
+from shadowsync.memory.shared import FileBeside, bytes_of
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Direct
 from shadowsync.rpc.errors import GONE, PeerLost
@@ -110,7 +109,9 @@ class ClusterSpec:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Memory that the rows of each embedding server take."""
-        optimizer = row_optimizer(self.job.config.embedding)
+        optimizer, disk = row_optimizer(self.job.config.embedding), self.job.disk
+        if disk is not None:
+            return [disk.memory_bytes + bytes_of(parts_of_keys(shards)) for shards in self.shards]
         return [sum(shard.rows * row_bytes(shard.table, optimizer) for shard in shards) for shards in self.shards]
 
     @cached_property
@@ -122,13 +123,21 @@ class ClusterSpec:
             tracking = row_tracking(self.job.choices.recovery, self.job.config.train.seed)
             for index, shards in enumerate(self.shards):
                 followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
-                found[f"embedding-{index}"] = bytes_of(
-                    [*parts_of(shards, optimizer), *parts_of_keys(shards), *followed]
-                )
+                held = self.job.choices.storage.memory_parts(shards, optimizer, self.job.disk)
+                found[f"embedding-{index}"] = bytes_of([*held, *parts_of_keys(shards), *followed])
         if shares_center(self.job.config, self.job.choices):
             lengths = enumerate(stop - start for start, stop in self.spans)
             found |= {f"dense-{index}": bytes_of([(length, torch.float32)]) for index, length in lengths}
         return found
+
+    @cached_property
+    def shared_files(self) -> Mapping[str, FileBeside]:
+        """By role, the file of a disk that belongs to that memory."""
+        optimizer, disk = row_optimizer(self.job.config.embedding), self.job.disk
+        if disk is None:
+            return {}
+        parts = (self.job.choices.storage.file_parts(shards, optimizer) for shards in self.shards)
+        return {f"embedding-{index}": FileBeside(disk.folder, bytes_of(part)) for index, part in enumerate(parts)}
 
 
 def cpus_needed(config: Config) -> float:
@@ -421,7 +430,8 @@ class ClusterManager:
         """New memory on a member's machine in place of what it had, which is let go of; its path."""
         before = among.pop(member.role, None)
         try:
-            held = among[member.role] = self._runtime.create_memory(member.endpoint.machine, size, what)
+            file = self.spec.shared_files.get(member.role)
+            held = among[member.role] = self._runtime.create_memory(member.endpoint.machine, size, what, file)
             return held.path
         finally:
             if before is not None:

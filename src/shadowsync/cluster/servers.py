@@ -62,6 +62,7 @@ def build_embedding(
         None if memory is None else SharedMemory.open(memory),
         initial,
         train.seed,
+        job.disk,
     )
     if inherits:
         server.inherit()

@@ -14,7 +14,7 @@ from torch import Tensor
 from shadowsync.aggregation.aggregator import Worker
 from shadowsync.aggregation.coordinator import StepCoordinator, StepRule
 from shadowsync.aggregation.counts import AggregationState
-from shadowsync.assembly import computing_here, make_module, make_tables, planned
+from shadowsync.assembly import GIB, computing_here, disk_of, make_module, make_tables, planned
 from shadowsync.checkpoint.job_state import DenseImage, course_of, job_state, restored_dense
 from shadowsync.checkpoint.loading import LoadedCheckpoint, Written
 from shadowsync.choices import Choices, warmup_samples
@@ -27,7 +27,7 @@ from shadowsync.cluster.outages import Outages, ServerLoss
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
 from shadowsync.cluster.scheduler import RestartPolicy
-from shadowsync.cluster.statuses import KeyStatuses, Statuses
+from shadowsync.cluster.statuses import ServerCounts, Statuses
 from shadowsync.cluster.supervisor import Member, NobodyLeft, Supervisor
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.compression.codec import Codec
@@ -36,6 +36,7 @@ from shadowsync.config import Config
 from shadowsync.data.reader import Reader, ReaderOptions
 from shadowsync.data.source import OpenSource
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, RowSet, shares_of
 from shadowsync.errors import RunError
 from shadowsync.metrics.history import JobCounts, RoleState
@@ -123,7 +124,10 @@ class Session:
         self.given_up: str | None = None
         self.course = Course()
         self.most_held_bytes: int | None = None
-        self._keys = KeyStatuses()
+        self._keys, self._stored = (
+            ServerCounts(EmbeddingService.key_counts),
+            ServerCounts(EmbeddingService.stored_counts),
+        )
         self._wire_before = WireTotals()
         self._syncs_before = 0
         self._position = position
@@ -167,8 +171,11 @@ class Session:
 
     def _make_job(self, own: Own) -> JobContext:
         total = self.total_samples
-        # the storage is the one that this machine chose, whatever others would
-        chosen = self.config.embedding.model_copy(update={"storage": self.choices.storage.name})
+        # the storage is the one that this machine chose, whatever others would, and its memory alike
+        disk = disk_of(self.config)
+        memory = None if disk is None else disk.memory_bytes / GIB
+        resolved = {"storage": self.choices.storage.name, "memory_gib": memory}
+        chosen = self.config.embedding.model_copy(update=resolved)
         config = self.config.model_copy(update={"embedding": chosen})
         rows, warmup = self.train_source.rows, self.warmup_samples
         job = config, self.choices, self.schema, rows, self.tables, warmup, total
@@ -829,10 +836,16 @@ class Session:
         return {kind: _in_order(given[kind], now.get(kind, ())) for kind in kinds}
 
     def key_counts(self, wait: bool = True) -> dict[str, int]:
-        """Of dynamic tables, as `KeyStatuses`: as heard last, or having waited for all servers. Empty without any."""
+        """Of dynamic tables, as `keys.Counts`: as heard last, or having waited for all servers. Empty without any."""
         if not any(table.ids is not None for table in self.tables):
             return {}
         return self._keys.ask(self._manager.serving("embedding"), KEYS_S if wait else 0.0)
+
+    def stored_counts(self, wait: bool = True) -> dict[str, int]:
+        """Of rows on disk, as `StorageCounts`; else as `key_counts`."""
+        if not self.choices.storage.on_disk:
+            return {}
+        return self._stored.ask(self._manager.serving("embedding"), KEYS_S if wait else 0.0)
 
     def counts(self, saves: int, checkpointing: bool = False) -> JobCounts:
         """What the recorder does not know by itself, but for what failures have cost."""
@@ -856,6 +869,7 @@ class Session:
             step_seconds={} if self.coordinator is None else by_name(self.coordinator.recent_step_s()),
             held_bytes=held,
             keys=self.key_counts(wait=False),
+            stored=self.stored_counts(wait=False),
             valid=self.course.measures,
             valid_samples=self.course.samples if self.course.validations else None,
             learning_rates={} if self.validate_every is None else self.learning_rates,

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from shadowsync.cluster.trainer import TrainerPart, TrainerStatus
 from shadowsync.compression.wire import WireTotals
 from shadowsync.embedding.keys import Counts
 from shadowsync.embedding.service import EmbeddingService
+from shadowsync.embedding.storage import StorageCounts
 from shadowsync.errors import ShadowSyncError
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.pending import Pending
@@ -141,18 +143,23 @@ class Statuses:
         return {member.role: seen.status.waiting for member, seen in list(self._seen.items())}
 
 
-@dataclass
-class KeyStatuses:
-    """What each embedding server said last of its dynamic tables."""
+C = TypeVar("C", Counts, StorageCounts)
 
-    _asked: dict[str, Pending[Counts | None]] = field(default_factory=dict)
-    _heard: dict[str, Counts] = field(default_factory=dict)
+
+@dataclass
+class ServerCounts(Generic[C]):
+    """What each embedding server said last when it was asked to count something, if it has that."""
+
+    method: Callable[[EmbeddingService], C | None]
+    _asked: dict[str, Pending[C | None]] = field(default_factory=dict)
+    _heard: dict[str, C] = field(default_factory=dict)
 
     def ask(self, members: Sequence[Member], wait_s: float = 0.0) -> dict[str, int]:
-        """Together, as `Counts`; asks those that have answered again, and waits so long for all of them."""
+        """All together; asks those that have answered again, and waits so long for all of them. Empty if nobody has
+        it."""
         for member in members:
             if member.role not in self._asked:
-                self._asked[member.role] = later(member.connection, EmbeddingService.key_counts)
+                self._asked[member.role] = later(member.connection, self.method)
         until = time.monotonic() + wait_s
         for role, pending in list(self._asked.items()):
             with contextlib.suppress(ShadowSyncError):
@@ -160,7 +167,8 @@ class KeyStatuses:
                     del self._asked[role]
                     counts = pending.result(max(0.0, until - time.monotonic()))
                     self._heard |= {} if counts is None else {role: counts}
-        total = Counts(0, 0, 0, 0, 0)
-        for counts in self._heard.values():
-            total = total.plus(counts)
-        return asdict(total) if self._heard else {}
+        heard = iter(self._heard.values())
+        total = next(heard, None)
+        for counts in heard:
+            total = total and total.plus(counts)
+        return {} if total is None else asdict(total)

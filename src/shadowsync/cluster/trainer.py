@@ -16,6 +16,7 @@ from shadowsync.checkpoint.job_state import TrainerImage
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Addresses, Near, ServerAddress, TrainerSpec
 from shadowsync.cluster.endpoints import DriverService
+from shadowsync.cluster.read_ahead import ReadAhead
 from shadowsync.cluster.records import RecordSender
 from shadowsync.cluster.servers import Imaged
 from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, WorkerContext
@@ -30,6 +31,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.memory.shared import SharedMemory
+from shadowsync.models.wrapping import Wrapped
 from shadowsync.recovery.settings import row_tracking
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
@@ -128,11 +130,14 @@ class TrainerPart(Imaged):
         )
         self._dense = (MergedReplica if job.choices.aggregation is None else GradientWorkers)(context)
         self._trainer = self._dense.trainer
+        self._read_ahead = self._begin_read_ahead()
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
 
     def close(self) -> None:
         """Ends the workers, whatever they wait for."""
         self._end_feed()
+        if self._read_ahead is not None:
+            self._read_ahead.close()
         for connection in self._connections.values():
             connection.close()
         self._gate.release()
@@ -215,8 +220,17 @@ class TrainerPart(Imaged):
             reach = [self._server(*given) for given in enumerate(others.embedding)]
         unique = unique_rows(job.config, job.choices)
         streams = range(job.config.train.workers)
-        ways = [[way(stream) for way in reach] for stream in streams]
-        return [EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in ways]
+        self._ways = [[way(stream) for way in reach] for stream in streams]
+        return [EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in self._ways]
+
+    def _begin_read_ahead(self) -> ReadAhead | None:
+        """Where rows are on disk; what a wrapped module looks up is known only when it is called."""
+        job = self._spec.job
+        if job.disk is None or isinstance(job.model, Wrapped):
+            return None
+        ahead = ReadAhead(EmbeddingClient(job.tables, job.features, self._ways[0]))
+        self._feed.opened = ahead.opened
+        return ahead
 
     def _server(
         self, position: int, place: tuple[ServerAddress, tuple[Shard, ...]]
@@ -228,7 +242,8 @@ class TrainerPart(Imaged):
             seed = spec.job.config.train.seed
             tracking = row_tracking(choices.recovery, seed)
             told = tracking if tracking is not None and tracking.priority.sees else None
-            server = EmbeddingServer(shards, choices.storage, optimizer, None, told, memory, key_seed=seed)
+            there = told, memory, None, seed, spec.job.disk
+            server = EmbeddingServer(shards, choices.storage, optimizer, None, *there)
             if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
                 return lambda _: server
             return self._line(server, position)

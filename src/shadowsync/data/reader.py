@@ -134,6 +134,8 @@ class Feed:
     def __init__(self, trainer: int, leases: Leases, parse: Callable[[Lease], Pending[Parsed]], prefetch: int) -> None:
         self.trainer, self.leases, self.closed = trainer, leases, False
         self._parse, self._prefetch = parse, prefetch
+        self.opened: Callable[[Sequence[Batch]], None] = lambda _: None
+        """Called with the batches of a slice that was parsed, and which will come next; returns at once."""
         self._blocks: deque[_Block] = deque()
         self._lock = threading.Lock()
         self._status = LeaseStatus(0, False, 0)
@@ -215,6 +217,7 @@ class Feed:
                     ) from error
                 self._status, held = self.leases.opened(block.lease, parsed.rows)
                 block.batches = deque(parsed.batches if held else ())
+                self.opened([batch for _, _, batch in block.batches])
         return self._blocks[0].batches is not None
 
 

@@ -110,6 +110,13 @@ class EmbeddingClient:
         lookups = tuple((route, Lookup(route.slots, route.ids(ids), next(self._numbers))) for route in fan.routes)
         return Prepared(fan, ids.samples, lookups, gathered)
 
+    def expect(self, ids: Jagged) -> None:
+        """This is going to be pulled: servers of this machine with rows on disk have read them when this returns."""
+        prepared = self.prepare(ids)
+        wanted: list[tuple[int, AnyLookup]] = [(route.server, lookup) for route, lookup in prepared.lookups]
+        for server, lookup in [*wanted, *([] if prepared.gathered is None else prepared.gathered.lookups)]:
+            self._servers[server].expect(lookup)
+
     def fetch(self, prepared: Prepared) -> Pulled:
         """The rest of a `pull`, with the rows as they are now.
 

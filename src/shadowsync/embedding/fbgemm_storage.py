@@ -31,8 +31,7 @@ from shadowsync.embedding.optimizers import SGD, RowOptimizer, RowwiseAdagrad
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, MissingExtra, UserError
-from shadowsync.memory.pages import zeros
-from shadowsync.memory.shared import Allocate
+from shadowsync.memory.room import Room
 
 VERSION = "1.8"
 SUM = 0  # FBGEMM's PoolingMode.SUM
@@ -113,10 +112,10 @@ class FbgemmStorage(TorchStorage):
         features: Sequence[int],
         optimizer: RowOptimizer,
         seed: int | None,
-        allocate: Allocate = zeros,
+        room: Room | None = None,
     ) -> None:
         self._operators = load_operators()
-        super().__init__(shards, features, optimizer, seed, allocate)
+        super().__init__(shards, features, optimizer, seed, room)
         self._features = tuple(features)
         self._fused = isinstance(optimizer, (RowwiseAdagrad, SGD))
         self._requests: dict[tuple[int, ...], Request] = {}

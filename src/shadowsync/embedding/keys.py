@@ -134,6 +134,7 @@ class KeyIndex:
         seed: of new rows.
         singly: what one thread of all processes is in at a time, and nobody who copies rows.
         changing: called with the numbers of rows, ascending, that are about to change.
+        written: called with a shard's position and rows of it that were written.
 
     Attributes:
         tensors: `PARTS` of each shard, by its position; none of those that are not dynamic.
@@ -147,8 +148,10 @@ class KeyIndex:
         allocate: Allocate,
         singly: Callable[[], AbstractContextManager[None]],
         changing: Callable[[Tensor], None],
+        written: Callable[[int, Tensor], None],
     ) -> None:
-        self._state, self._numbers, self._seed, self._singly, self._changing = state, numbers, seed, singly, changing
+        self._state, self._numbers, self._seed, self._singly = state, numbers, seed, singly
+        self._changing, self._written = changing, written
         self._mine = [index for index, own in enumerate(state) if own.table.ids is not None]
         rows = [state[index].stop - state[index].start for index in self._mine]
         *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
@@ -342,6 +345,7 @@ class KeyIndex:
         for name, tensor in own.tensors.items():
             if name not in ("weight", *PARTS) and len(tensor) == own.stop - own.start:
                 tensor.index_fill_(0, at, 0)
+        self._written(self._mine[place], at)
 
     # --- after rows were loaded --------------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
         shard, weight, number = block
         table, base = shard.table, number * ROWS_PER_BLOCK
         start, stop = max(shard.start, base), min(shard.stop, base + ROWS_PER_BLOCK)
-        out: NDArray[np.float32] = weight.numpy()[start - shard.start : stop - shard.start]
+        rows: NDArray[np.float32] = weight.numpy()[start - shard.start : stop - shard.start]
+        out = rows if rows.flags.c_contiguous else np.empty_like(rows, order="C")
         name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
         generator = np.random.Generator(np.random.SFC64([seed, name, number]))
         if start == base:
@@ -53,7 +54,7 @@ def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
             out[:] = generator.random((stop - base, table.dim), dtype=np.float32)[start - base :]
         bound = 1 / math.sqrt(table.rows)
         np.multiply(out, np.float32(2 * bound), out=out)
-        np.subtract(out, np.float32(bound), out=out)
+        np.subtract(out, np.float32(bound), out=rows)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         for _ in threads.map(draw, blocks):

@@ -124,6 +124,12 @@ class ServerProxy:
         coded = self._ask(EmbeddingService.pull, packed, self._stream, codec, ANY)
         return Mapped(partial(self._decode, lookup.number, shapes), coded)
 
+    def expect(self, lookup: AnyLookup) -> None:
+        """As `EmbeddingServer.expect`, where it is in this process or its memory; over a network a pull that is under
+        way early does as much."""
+        if isinstance(self._service, EmbeddingService):
+            self._service.server.expect(lookup)
+
     def rows_of(self, wanted: Wanted) -> Pending[Tensor]:
         """As `EmbeddingServer.rows_of`."""
         if isinstance(self._service, EmbeddingService):

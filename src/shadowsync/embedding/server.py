@@ -28,12 +28,13 @@ from shadowsync.embedding.requests import (
     check_shape,
     check_single,
 )
-from shadowsync.embedding.storage import Storage
+from shadowsync.embedding.storage import Storage, StorageCounts, copy_rows
 from shadowsync.embedding.table import WAYS, RowNumbers, Rows, RowSet, Shard, slots_of
 from shadowsync.embedding.watching import RowTracking, RowWatches
 from shadowsync.errors import CheckpointError, DataError
 from shadowsync.memory.pages import zeros
 from shadowsync.memory.push_gate import PushGate
+from shadowsync.memory.room import Disk, Room
 from shadowsync.memory.shared import FileGate, SharedMemory
 
 CHUNK_BYTES = 16 << 20
@@ -148,6 +149,7 @@ class EmbeddingServer:
             own over the same rows, which outlive them.
         initial: rows, by the key of their shard, that it begins with in place of those of the seed, `[rows, D]`.
         key_seed: of the rows that keys of dynamic tables get, in all processes that have the memory the same.
+        disk: of a storage that has rows on disk.
     """
 
     def __init__(
@@ -160,24 +162,28 @@ class EmbeddingServer:
         memory: SharedMemory | None = None,
         initial: Mapping[str, Tensor] | None = None,
         key_seed: int = 0,
+        disk: Disk | None = None,
     ) -> None:
         self.shards, self.optimizer = tuple(shards), optimizer
         self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
         shard_of_slot = [index for index, shard in enumerate(self.shards) for _ in shard.table.features]
         allocate = zeros if memory is None else memory.take
-        self._storage = storage(self.shards, shard_of_slot, optimizer, seed, allocate)
+        self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
+        on_disk = None if memory is None or memory.file is None else memory.file.take
+        room = Room(allocate, self._gate, disk, on_disk)
+        self._storage = storage(self.shards, shard_of_slot, optimizer, seed, room)
         self._bounds, self._seed = bounds_of(self.slots), seed
         tensors = self._storage.state()
         rows = tuple(Rows(shard.table, shard.start, tensors[shard.key]) for shard in self.shards)
-        self._gate: PushGate | FileGate = PushGate() if memory is None else FileGate(memory)
         self._keys = None
-        if seed is not None:
+        if seed is not None and self._storage.counts is None:
             for tensor in (t for own in rows if own.table.ids is not None for t in own.tensors.values()):
                 tensor.zero_()  # as it is, but in memory from now on, and not only when a key gets its row
         if any(shard.table.ids is not None for shard in self.shards):
-            self._keys = KeyIndex(rows, self.numbers, key_seed, allocate, self._gate.singly, self._changing)
+            told = self._gate.singly, self._changing, self._storage.written
+            self._keys = KeyIndex(rows, self.numbers, key_seed, allocate, *told)
             rows = tuple(replace(own, tensors={**own.tensors, **self._keys.tensors[i]}) for i, own in enumerate(rows))
-        self._rows = rows
+        self._rows, self._stored = rows, tuple(tensors[shard.key] for shard in self.shards)
         self._initial = dict(initial or {})
         if seed is not None:
             self._put_initial()
@@ -215,6 +221,20 @@ class EmbeddingServer:
     def keys(self) -> KeyCounts | None:
         """Of the dynamic tables, if there are any."""
         return None if self._keys is None else self._keys.counts
+
+    @property
+    def stored(self) -> StorageCounts | None:
+        """Of rows on disk, where they are."""
+        return self._storage.counts
+
+    def expect(self, lookup: AnyLookup) -> None:
+        """This is going to be pulled: rows that are on disk may be read ahead."""
+        if isinstance(lookup, RowLookup):
+            check_rows(lookup.rows, lookup.shards, self.shards, self.numbers)
+            self._storage.expect_rows(lookup.rows)
+            return
+        self._check_ids(lookup)
+        self._storage.expect(lookup.ids, lookup.slots)
 
     def shapes(self, lookup: AnyLookup) -> Shapes:
         """Of `pull`'s answer and of its gradients, without a look at the ids of pooled rows."""
@@ -349,6 +369,8 @@ class EmbeddingServer:
                         [(s, own.tensors["weight"]) for s, own in zip(self.shards, self._rows, strict=True)], self._seed
                     )
                     self._put_initial()
+                for shard, own in enumerate(self.shards):
+                    self._storage.written(shard, range(own.rows))
                 if self._keys is not None:
                     self._keys.take_defaults()
                 self.watches.reset()
@@ -381,6 +403,8 @@ class EmbeddingServer:
             held, places = _inside(own, saved)
         else:
             held, places = slice(start - saved.start, stop - saved.start), torch.arange(start, stop) - own.start
+        run = places if isinstance(saved, RowSet) else range(start - own.start, stop - own.start)
+        self._storage.approach(shard, run)
         for name, target in own.tensors.items():
             source = saved.tensors[name]
             if name in wide:
@@ -389,6 +413,7 @@ class EmbeddingServer:
                 target.index_copy_(0, places, source[held].to(target.dtype))
             else:
                 target[start - own.start : stop - own.start].copy_(source[held])
+        self._storage.written(shard, run)
         if self._keys is not None:
             self._keys.settle(shard, start, stop)
         if len(places):
@@ -419,13 +444,12 @@ class EmbeddingServer:
         step = max(1, CHUNK_BYTES // (WAYS * sum(tensor[:1].nbytes for tensor in live.values()))) * WAYS
         for first in range(0, len(rows), step):
             part = places[first : first + step]
+            targets = {name: copy[first : first + len(part)] for name, copy in copies.items()}
+            self._storage.approach(shard, part)
             with self._gate.alone():
-                for name, copy in copies.items():
-                    target = copy[first : first + len(part)]
-                    if isinstance(part, range):
-                        target.copy_(live[name][part.start : part.stop])
-                    else:
-                        torch.index_select(live[name], 0, part, out=target)
+                self._storage.copy(shard, part, {n: t for n, t in targets.items() if n in self._stored[shard]})
+                for name in targets.keys() - self._stored[shard].keys():
+                    copy_rows(live[name], part, targets[name])
         return {name: copies[name] if name in copies else tensor.clone() for name, tensor in own.tensors.items()}
 
     def rows_saved(self, save: int, shard: int, rows: Tensor | range, weights: Tensor | None = None) -> bool:

@@ -14,6 +14,7 @@ from shadowsync.embedding.messages import Coded, Sent, pack_coded, tensors_of, u
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
 from shadowsync.embedding.saves import SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, RowStep, check_batch, check_step
+from shadowsync.embedding.storage import StorageCounts
 from shadowsync.embedding.table import Subject, described
 from shadowsync.errors import DataError
 from shadowsync.rpc.kept import USUAL, Kept, KeptLimits, Mask, PerClient, check_generation
@@ -143,6 +144,11 @@ class EmbeddingService(SaveMethods):
     def key_counts(self) -> Counts | None:
         """Of the dynamic tables, if there are any."""
         return self.server.keys
+
+    @served()
+    def stored_counts(self) -> StorageCounts | None:
+        """Of rows on disk, where they are."""
+        return self.server.stored
 
     @served()
     def commit(self, step: RowStep, generation: int) -> int:

@@ -5,19 +5,37 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
+from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError
-from shadowsync.memory.pages import zeros
-from shadowsync.memory.shared import Allocate
+from shadowsync.memory.room import Disk, Room
 from shadowsync.registry import members, nearest
 
 AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class StorageCounts:
+    """Of a storage on disk: its rows, how many of them fit into memory, and since its start, rows looked up, rows
+    looked up that had to be read (each once for a look-up), and bytes of rows read and written back."""
+
+    rows: int
+    slots: int
+    looked_up: int
+    missed: int
+    read_bytes: int
+    written_bytes: int
+
+    def plus(self, other: "StorageCounts") -> "StorageCounts":
+        return StorageCounts(*(getattr(self, own.name) + getattr(other, own.name) for own in fields(self)))
 
 
 class Storage(ABC):
@@ -28,6 +46,8 @@ class Storage(ABC):
     """
 
     name: ClassVar[str]
+    on_disk: ClassVar[bool] = False
+    """It need not have all rows in memory."""
 
     @abstractmethod
     def __init__(
@@ -36,15 +56,27 @@ class Storage(ABC):
         features: Sequence[int],
         optimizer: RowOptimizer,
         seed: int | None,
-        allocate: Allocate = zeros,
+        room: Room | None = None,
     ) -> None:
         """
         Args:
             shards: what to hold.
             features: of each that will be looked up, the position of its shard.
             seed: of the initial rows (`memory.fill`); None leaves them as they are in the memory, zero where it is new.
-            allocate: gives the memory of all tensors, in the order of `embedding.memory.parts_of`.
+            room: where the tensors are; it gives memory in the order of `memory_parts`, a file in that of `file_parts`.
         """
+
+    @classmethod
+    def memory_parts(
+        cls, shards: Sequence[Shard], optimizer: RowOptimizer, disk: Disk | None
+    ) -> list[tuple[int, torch.dtype]]:
+        """Elements and type of each tensor that it has in memory."""
+        return parts_of(shards, optimizer)
+
+    @classmethod
+    def file_parts(cls, shards: Sequence[Shard], optimizer: RowOptimizer) -> list[tuple[int, torch.dtype]]:
+        """As `memory_parts`, of what it has on disk."""
+        return []
 
     @classmethod
     def loads(cls) -> bool:
@@ -64,7 +96,7 @@ class Storage(ABC):
     @abstractmethod
     def read_rows(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Rows as they are, for each width of the shards (ascending) float32 `[K_w, D_w]`, by distinct numbers
-        (`RowNumbers` of the constructor's shards), ascending, int64 `[K]`."""
+        (`RowNumbers` of the constructor's shards), those of a width together, in order of the widths, int64 `[K]`."""
 
     @abstractmethod
     def step_rows(self, rows: Tensor, gradients: Sequence[Tensor], shards: Sequence[int], lr: float) -> None:
@@ -76,9 +108,42 @@ class Storage(ABC):
         """For each shard's key, live views of its tensors by name, first dimension = rows of the shard.
 
         `weight` `[rows, D]` is always there; the rest is the optimizer's: `momentum` `[rows]` (row-wise Adagrad's
-        sum of squares), or Adam's `exp_avg` and `exp_avg_sq` `[rows, D]` and `step` `[1]`. Writing to the views
-        changes the storage.
+        sum of squares), or Adam's `exp_avg` and `exp_avg_sq` `[rows, D]` and `step` `[1]`. Who writes to the views says
+        so (`written`). What pushes change is seen there unless the storage is on disk: `copy` tells it.
         """
+
+    @abstractmethod
+    def copy(self, shard: int, rows: Tensor | range, out: Mapping[str, Tensor]) -> None:
+        """Copies rows of the shard at that position as they are, by their positions in it, into tensors by name, `[K]`
+        or `[K, D]`; nobody pushes."""
+
+    # A storage of which all is in memory has nothing to do for these.
+
+    def approach(self, shard: int, rows: Tensor | range) -> None:  # noqa: B027
+        """These rows of a shard are going to be copied or written."""
+
+    def written(self, shard: int, rows: Tensor | range) -> None:  # noqa: B027
+        """These rows of a shard were written to the views of `state`; whoever did so keeps rows from being moved
+        meanwhile: it is inside the gate, or nobody else is."""
+
+    def expect(self, ids: Jagged, features: Sequence[int]) -> None:  # noqa: B027
+        """This is going to be pulled."""
+
+    def expect_rows(self, rows: Tensor) -> None:  # noqa: B027
+        """These rows are going to be read."""
+
+    @property
+    def counts(self) -> StorageCounts | None:
+        """What it reads and writes, where it is on disk."""
+        return None
+
+
+def copy_rows(source: Tensor, rows: Tensor | range, out: Tensor) -> None:
+    """Copies rows of a tensor, by their positions."""
+    if isinstance(rows, range):
+        out.copy_(source[rows.start : rows.stop])
+    else:
+        torch.index_select(source, 0, rows, out=out)
 
 
 def storage_class(name: str) -> type[Storage]:

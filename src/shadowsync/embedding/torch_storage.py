@@ -15,10 +15,10 @@ from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import SlotGroup, SlotGroups, by_sample
 from shadowsync.embedding.memory import ShardMemory
 from shadowsync.embedding.optimizers import RowOptimizer
-from shadowsync.embedding.storage import Storage
+from shadowsync.embedding.storage import Storage, copy_rows
 from shadowsync.embedding.table import Shard
 from shadowsync.memory.pages import zeros
-from shadowsync.memory.shared import Allocate
+from shadowsync.memory.room import Room
 
 
 class TorchStorage(Storage):
@@ -35,10 +35,10 @@ class TorchStorage(Storage):
         features: Sequence[int],
         optimizer: RowOptimizer,
         seed: int | None,
-        allocate: Allocate = zeros,
+        room: Room | None = None,
     ) -> None:
         self._optimizer = optimizer
-        self._memory = ShardMemory(shards, optimizer, seed, allocate)
+        self._memory = ShardMemory(shards, optimizer, seed, zeros if room is None else room.allocate)
         self._slots = SlotGroups(self._memory.shards, features, self._memory.numbers)
         self._count_lock = threading.Lock()
 
@@ -75,6 +75,10 @@ class TorchStorage(Storage):
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._memory.state()
+
+    def copy(self, shard: int, rows: Tensor | range, out: Mapping[str, Tensor]) -> None:
+        for name, target in out.items():
+            copy_rows(self._memory.view(shard, name), rows, target)
 
     def _width(self, features: Sequence[int]) -> int:
         """Columns of `pull`'s output for these features."""

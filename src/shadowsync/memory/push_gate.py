@@ -17,6 +17,7 @@ class PushGate:
         self._changed = threading.Condition(threading.Lock())
         self._turn = threading.Lock()
         self._one = threading.Lock()
+        self._moving = threading.Lock()
         self._closed = False
         self._inside = 0
         self._waiting = 0
@@ -44,6 +45,13 @@ class PushGate:
     def singly(self) -> Iterator[None]:
         """As a push goes through, but one of those who do so at a time."""
         with self, self._one:
+            yield
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """One at a time of those who move rows: pushes go on meanwhile, and who is inside may be `alone` for a part of
+        it."""
+        with self._moving:
             yield
 
     @contextmanager

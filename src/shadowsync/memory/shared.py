@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,24 +38,27 @@ class SharedMemory:
         path: where other processes open it, as long as a process has it that has opened it by this object. Memory that
             is made later may have the same.
         number: in all processes; memory that is made later has another.
+        file: a file of a disk that belongs to it, mapped like it; None where there is none.
     """
 
-    def __init__(self, handle: int, size: int) -> None:
+    def __init__(self, handle: int, file: "SharedMemory | None" = None) -> None:
         self.path = f"/proc/{os.getpid()}/fd/{handle}"
         self.number = os.fstat(handle).st_ino
-        self._mapping = mmap.mmap(handle, max(size, mmap.PAGESIZE))
-        self._everything = torch.frombuffer(self._mapping, dtype=torch.uint8)  # keeps the mapping while views live
+        self.file = file
+        everything = mmap.mmap(handle, 0)
+        self._everything = torch.frombuffer(everything, dtype=torch.uint8)[: -mmap.PAGESIZE]  # keeps it mapped
         self._taken = 0
-        self.close = weakref.finalize(self, os.close, handle)
+        self.close = weakref.finalize(self, _close, handle, file)
         """Lets go of it; what was taken stays until nobody holds it."""
 
     @classmethod
-    def create(cls, size: int, what: str) -> "SharedMemory":
+    def create(cls, size: int, what: str, file: "FileBeside | None" = None) -> "SharedMemory":
         """New memory, all zero.
 
         Args:
             size: bytes of all that will be taken (`bytes_of`).
             what: will be kept there, for the message.
+            file: one that is to belong to it.
 
         Raises:
             ConfigError: this machine does not have that much.
@@ -62,23 +66,19 @@ class SharedMemory:
         installed = memory_bytes()
         if installed is not None and size > installed:
             raise ConfigError(f"{what} take {size / 2**30:,.1f} GiB, and this machine has {installed / 2**30:,.1f} GiB")
-        handle = os.memfd_create("shadowsync")
-        try:
-            os.posix_fallocate(handle, 0, max(size, mmap.PAGESIZE))  # or a lack of it would end whoever writes there
-            return cls(handle, size)
-        except OSError as error:
-            os.close(handle)
-            raise ConfigError(f"this machine does not give {size / 2**30:,.1f} GiB for {what}: {error}") from error
+        beside = None if file is None else unnamed_file(file.folder, file.size, what)
+        return _filled(os.memfd_create("shadowsync"), size, what, "this machine", beside)
 
     @classmethod
     def open(cls, path: str) -> "SharedMemory":
-        """Memory that another process has made.
+        """Memory that another process has made, with the file that belongs to it.
 
         Raises:
             RunError: it is gone, or belongs to another user.
         """
         handle = _opened(path)
-        return cls(handle, os.fstat(handle).st_size)
+        told = os.pread(handle, mmap.PAGESIZE, os.fstat(handle).st_size - mmap.PAGESIZE).rstrip(bytes(1)).decode()
+        return cls(handle, cls.open(told) if told else None)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """The next part, `[count]`, from the start of a page on."""
@@ -91,6 +91,53 @@ class SharedMemory:
     def read(self) -> bytes:
         """What stands there now."""
         return self._everything.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class FileBeside:
+    """So many bytes in a folder of a disk."""
+
+    folder: Path
+    size: int
+
+
+def unnamed_file(folder: Path, size: int, what: str) -> SharedMemory:
+    """A file of a disk without a name, all zero, mapped into memory; it is gone with those who have it, and nobody can
+    cut it.
+
+    Args:
+        size: bytes of all that will be taken (`bytes_of`).
+        what: will be kept there, for the message.
+
+    Raises:
+        ConfigError: the folder is not there, or its disk does not have that much room, or no such files.
+    """
+    try:
+        handle = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{what} are to be in a file without a name in {folder}, which cannot be made: {error}"
+        ) from error
+    return _filled(handle, size, what, f"the disk of {folder}")
+
+
+def _filled(handle: int, size: int, what: str, giver: str, file: SharedMemory | None = None) -> SharedMemory:
+    """The last page, which nobody takes, tells where the file is that belongs to it."""
+    whole = _in_pages(size) + mmap.PAGESIZE
+    try:
+        os.posix_fallocate(handle, 0, whole)  # or a lack of it would end whoever writes there
+        if file is not None:
+            os.pwrite(handle, file.path.encode(), whole - mmap.PAGESIZE)
+        return SharedMemory(handle, file)
+    except OSError as error:
+        os.close(handle)
+        raise ConfigError(f"{giver} does not give {size / 2**30:,.1f} GiB for {what}: {error}") from error
+
+
+def _close(handle: int, file: SharedMemory | None) -> None:
+    os.close(handle)
+    if file is not None:
+        file.close()
 
 
 def bytes_of(parts: Sequence[tuple[int, torch.dtype]]) -> int:
@@ -160,6 +207,16 @@ class FileGate:
                 _lock(handle, _ONE, fcntl.F_UNLCK)
 
     @contextmanager
+    def moving(self) -> Iterator[None]:
+        """As `PushGate.moving`."""
+        handle = self._handle()
+        _lock(handle, _MOVING, fcntl.F_WRLCK)
+        try:
+            yield
+        finally:
+            _lock(handle, _MOVING, fcntl.F_UNLCK)
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, nobody goes through, and nobody else is alone."""
         handle = self._handle()
@@ -182,7 +239,7 @@ _LOCK = struct.Struct("hhqqi4x")
 """`struct flock` of fcntl(2): type, whence, start, length, process."""
 
 
-_TURNSTILE, _ONE = 0, 1
+_TURNSTILE, _ONE, _MOVING = 0, 1, 2
 
 
 def _lock(handle: int, byte: int, kind: int) -> None:

@@ -57,6 +57,8 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         held_bytes: memory of the gradients that wait for their step, all servers; None where that is not known.
         keys: of dynamic tables since the last start, `rows`, `keys`, `admitted`, `refused` and `evicted`, as
             `keys.Counts`; empty where there are none.
+        stored: of rows on disk since the last start, `rows`, `slots`, `looked_up`, `missed`, `read_bytes` and
+            `written_bytes`, as `storage.StorageCounts`; empty where all are in memory.
         valid: measures of the last validation, by name, and `valid_samples` how many samples had been trained by then.
         learning_rates: of the `dense` part and the `rows`, where there are validations, after which they may fall.
     """
@@ -78,6 +80,7 @@ class JobCounts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_seconds: dict[str, float] = {}
     held_bytes: int | None = None
     keys: dict[str, int] = {}
+    stored: dict[str, int] = {}
     valid: dict[str, float] = {}
     valid_samples: int | None = None
     learning_rates: dict[str, float] = {}

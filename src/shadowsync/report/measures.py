@@ -421,6 +421,18 @@ LIVE: tuple[Measure, ...] = (
         line=lambda f: f"{words.percent(f.keys['keys'] / f.keys['rows'])} of rows taken" if f.keys else "",
     ),
     Measure(
+        "stored",
+        "Of rows on disk: rows, those that fit into memory, rows looked up and missed, and bytes read and written.",
+        "stored",
+        "stored/{}",
+        labels=("what",),
+        line=lambda f: (
+            f"{words.percent(1 - f.stored['missed'] / max(1, f.stored['looked_up']))} of rows in memory"
+            if f.stored
+            else ""
+        ),
+    ),
+    Measure(
         "held_gradient_bytes", "Memory of gradients that wait for their step.", "held_bytes", "aggregation/held_bytes"
     ),
     Measure(
@@ -550,6 +562,15 @@ KEY_NUMBERS: tuple[Final, ...] = (
     Final("keys.admitted", "ids admitted", "got a row since the last start", words.count),
     Final("keys.refused", "look-ups refused", "of ids that were to get a row, and none was free", words.count),
     Final("keys.evicted", "ids evicted", "lost their row to another one, or to time", words.count),
+    Final(
+        "stored",
+        "rows in memory",
+        "of those on disk, as many as fit",
+        lambda of: f"{min(of.slots, of.rows):,} of {of.rows:,}",
+    ),
+    Final("stored.hits", "hits of the memory", "look-ups whose row was there", words.percent),
+    Final("stored.read_bytes", "rows read", "from disk", words.data_size),
+    Final("stored.written_bytes", "rows written back", "to disk", words.data_size),
     Final("recovery.saves", "checkpoints", "recovery mode {0.mode}", words.count),
     Final("recovery.failures", "failures", _lost, _some(words.count)),
     Final(lambda result: (found := notable_recovery(result)) and found.mode, show=_or_missing, column="recovery"),

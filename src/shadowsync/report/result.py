@@ -204,6 +204,30 @@ class AggregationSection(_ResultSection, frozen=True):
     most_held_bytes: int | None = None
 
 
+class StoredSection(_ResultSection, frozen=True):
+    """Of rows on disk.
+
+    Attributes:
+        rows: in all.
+        slots: how many of them fit into the memory that they may take.
+        looked_up: since the last start, ids or distinct rows that servers were asked for.
+        missed: rows that had to be read from the disk for it or ahead of it.
+        read_bytes, written_bytes: of the rows that were read and written back; a disk moves whole pages.
+    """
+
+    rows: int
+    slots: int
+    looked_up: int
+    missed: int
+    read_bytes: int
+    written_bytes: int
+
+    @property
+    def hits(self) -> float:
+        """Share of the look-ups whose row was in memory, or had been read for another one."""
+        return 1 - self.missed / max(1, self.looked_up)
+
+
 class KeysSection(_ResultSection, frozen=True):
     """Of the dynamic tables.
 
@@ -278,6 +302,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     aggregation: AggregationSection | None = None
     recovery: RecoverySection | None = None
     keys: KeysSection | None = None
+    stored: StoredSection | None = None
     machine: dict[str, str | int | float] | None = None
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.pages import memory_bytes
-from shadowsync.memory.shared import SharedMemory, can_share
+from shadowsync.memory.shared import FileBeside, SharedMemory, can_share
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime import control
@@ -255,9 +255,9 @@ class Host:
             control.send(end, (self._job, request, self._keys, self._machine, self._address))
         return role
 
-    def create_memory(self, size: int, what: str) -> str:
+    def create_memory(self, size: int, what: str, file: FileBeside | None = None) -> str:
         """As `Runtime.create_memory`; its path."""
-        made = SharedMemory.create(size, what)
+        made = SharedMemory.create(size, what, file)
         self._memory[made.path] = made
         return made.path
 
@@ -314,8 +314,8 @@ class Processes(Runtime):
     def host(self) -> str:
         return self._folder
 
-    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
-        host, path = self._host, self._host.create_memory(size, what)
+    def create_memory(self, machine: str, size: int, what: str, file: FileBeside | None = None) -> HeldMemory:
+        host, path = self._host, self._host.create_memory(size, what, file)
         close, read = partial(host.release_memory, path), partial(host.read_memory, path)
         return HeldMemory(machine, path, close, lambda: True, read)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shadowsync.errors import ConfigError, MissingExtra, RunError
-from shadowsync.memory.shared import can_share
+from shadowsync.memory.shared import FileBeside, can_share
 from shadowsync.rpc.connection import JobKeys, known_error
 from shadowsync.rpc.errors import Fault, PeerLost
 from shadowsync.runtime.child import folder_of_output
@@ -94,8 +94,8 @@ class HostActor:
             self._changed.wait_for(more)
         return found
 
-    def create_memory(self, size: int, what: str) -> str | Fault:
-        return _or_fault(lambda: self._host.create_memory(size, what))
+    def create_memory(self, size: int, what: str, file: FileBeside | None) -> str | Fault:
+        return _or_fault(lambda: self._host.create_memory(size, what, file))
 
     def read_memory(self, path: str) -> bytes | Fault:
         return _or_fault(lambda: self._host.read_memory(path))
@@ -429,10 +429,10 @@ class RayRuntime(Runtime):
             found = self._hosts[machine] = RayHost(actor, nodes.get(machine), before)
         return found
 
-    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+    def create_memory(self, machine: str, size: int, what: str, file: FileBeside | None = None) -> HeldMemory:
         with self._lock:
             host = self._host(machine)
-        path = host.ask("create_memory", size, what, timeout_s=START_S + size / FILLED_PER_S)
+        path = host.ask("create_memory", size, what, file, timeout_s=START_S + size / FILLED_PER_S)
 
         def close() -> None:
             if host.lost is None:

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shadowsync.memory.shared import FileBeside
 from shadowsync.rpc.connection import Connection, Connector, JobKeys, Service
 
 CALL_S = 3600.0
@@ -168,10 +169,10 @@ class Runtime(ABC):
     def host(self) -> str:
         """Where the driver serves: address of its machine as the others see it, or a folder (see `WireServer`)."""
 
-    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
+    def create_memory(self, machine: str, size: int, what: str, file: FileBeside | None = None) -> HeldMemory:
         """New memory of `size` bytes on a machine, all zero, which outlives its processes; only where `shares_memory`.
 
-        `what` will be kept there, for messages.
+        `what` will be kept there, for messages; a `file` belongs to it.
 
         Raises:
             ConfigError: the machine does not have that much.

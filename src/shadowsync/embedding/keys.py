@@ -9,7 +9,6 @@ many 2 %, with half as many 0.02 % (of balls thrown at random); those compete as
 `L` keys looked up, `K` new ones, `R` rows, `W` rows of a set.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -17,16 +16,16 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.embedding.eviction import KEPT, Eviction
+from shadowsync.embedding.initial import hashes_of, initial_rows, salt_of
 from shadowsync.embedding.table import WAYS, RowNumbers, Rows, Shard, Table
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import Allocate
 from shadowsync.registry import choose
 from shadowsync.rpc.connection import Meta
-from shadowsync.serving import Ids, Mask, Words, mix
+from shadowsync.serving import Ids, Mask, Words
 
 NOBODY = -(1 << 63)
 """No key: rows without an owner have it. Kept exclusive-or itself, so that new memory, all zero, is of free rows."""
@@ -51,16 +50,6 @@ _MOST = 255  # look-ups of a candidate
 _SETTLED = 1 << 16  # sets looked at together
 
 
-def salt_of(name: str) -> np.uint64:
-    """Lets tables hash apart."""
-    return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
-
-
-def hashes_of(keys: Ids, salts: Words | np.uint64) -> Words:
-    """Of keys of tables with these salts."""
-    return mix(keys.view(np.uint64) ^ salts)
-
-
 def sets_of(hashes: Words, sets: Ids | int) -> Ids:
     """Which of a table's sets each key is in."""
     return ((hashes >> np.uint64(32)) * np.asarray(sets).astype(np.uint64) >> np.uint64(32)).view(np.int64)
@@ -69,14 +58,6 @@ def sets_of(hashes: Words, sets: Ids | int) -> Ids:
 def _first_ways(hashes: Words) -> Ids:
     """Which row of its set a key gets if it can choose, and is looked for first."""
     return (hashes & np.uint64(WAYS - 1)).view(np.int64)
-
-
-def initial_rows(table: Table, keys: Ids, seed: int) -> NDArray[np.float32]:
-    """Uniform in ±1/sqrt(rows), float32 `[K, D]`: a function of seed, table and key, wherever the row is."""
-    salt = salt_of(f"{seed} {table.name}")
-    words = hashes_of(keys, salt)[:, None] + np.arange(table.dim, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
-    uniform = (mix(words) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-    return (2 * uniform - 1) / np.float32(table.rows**0.5)
 
 
 def drops_keys(table: Table) -> bool:
@@ -186,6 +167,13 @@ class KeyIndex:
             own["count"][0], own["key"][0] = PINNED, DEFAULT ^ NOBODY
         if free:  # not where other processes are at work
             self.recount()
+
+    def reset(self) -> None:
+        """No row has an owner, as at the start."""
+        for flat in self._flat.values():
+            flat.zero_()
+        self.take_defaults()
+        self.recount()
 
     @property
     def counts(self) -> Counts:

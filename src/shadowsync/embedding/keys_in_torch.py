@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shadowsync.embedding.keys import LOWEST, NOBODY, drops_keys, salt_of
+from shadowsync.embedding.initial import salt_of
+from shadowsync.embedding.keys import LOWEST, NOBODY, drops_keys
 from shadowsync.embedding.table import WAYS, Table
 from shadowsync.serving import MIXERS
 

@@ -6,7 +6,7 @@ up for long (GCLOCK, Smith 1978), which is written back. A gradient for a row wi
 
 Rows and not pages are kept: of the 60 rows on a page one is in use, so that with a quarter of the memory and ids that
 follow Zipf's law (1.2) pages miss 8.7 % of the look-ups and rows 1.9 %. A row and its state lie side by side in the
-file, so that a miss reads one page.
+file, so that a miss reads one page. A row that nobody has changed is in neither: it is made when it is looked up.
 
 `R` rows of one width `D`, `C` slots, `L` looked-up ids, `K` distinct rows, `S` shards.
 """
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, overload
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shadowsync.data.batch import Jagged
 from shadowsync.embedding.distinct import SlotGroups
-from shadowsync.embedding.memory import fill, parts_of
+from shadowsync.embedding.initial import bound_of, drawn_rows, salt_of_rows
+from shadowsync.embedding.memory import parts_of
 from shadowsync.embedding.optimizers import Block, Extent, RowOptimizer
 from shadowsync.embedding.requests import KNOWN_REQUESTS
 from shadowsync.embedding.storage import AUTO, Storage, StorageCounts, storage_class
@@ -42,7 +43,7 @@ FEWEST = 16
 _MOST, _KEPT = 3, 255  # of `used`: counted so far; not to be taken
 _LOOKS = 1024  # slots looked at together, at least
 _MOST_ROWS = (1 << 31) - 2
-_MOVING = 4  # of the counters: rows are being moved
+_MOVING, _SEED = 4, 5  # of the counters: rows are being moved; the seed of initial rows and one, 0 for zeros
 
 T = TypeVar("T")
 
@@ -90,8 +91,9 @@ def slots_of(numbers: RowNumbers, optimizer: RowOptimizer, memory: int) -> dict[
 
 
 class MappedStorage(Storage):
-    """In memory are `where` each row is (0: in the file only; else its slot's number and one, numbered as rows are,
-    by width), whose each slot is (0: nobody's; else a row's number and one), and how often it was looked up of late.
+    """In memory are `where` each row is (0: nowhere, it is as at the start; −1: in the file; else its slot's number and
+    one, numbered as rows are, by width), whose each slot is (0: nobody's; else a row's number and one), and how often
+    it was looked up of late.
 
     Rows move while nobody pushes, so that for a push each is where it is. A pull takes no lock: it looks up where the
     rows are, reads the slots, and looks again. Whoever is killed while rows move leaves each in the file or in its
@@ -137,11 +139,13 @@ class MappedStorage(Storage):
             slots = {name: state[shard.key][name] for name in layout.columns}
             where = self._where[width.start : width.stop]
             hand = self._hands[number : number + 1]
-            self._widths[width.dim] = _Held(width, first, records, layout, slots, where, owner[mine], used[mine], hand)
+            initial = Initial(shards, self._numbers, width.dim, self._counters[_SEED:])
+            parts = where, owner[mine], used[mine], hand
+            self._widths[width.dim] = _Held(width, first, records, layout, slots, *parts, initial)
         self._used = used
         self._state = {shard.key: self._views(index) for index, shard in enumerate(shards)}
         if seed is not None:
-            fill([(shard, self._state[shard.key]["weight"]) for shard in shards], seed)
+            self._counters[_SEED] = seed + 1
 
     @classmethod
     def memory_parts(
@@ -192,7 +196,7 @@ class MappedStorage(Storage):
             self.expect_rows(self._numbered(ids, features)[1])
 
     def expect_rows(self, rows: Tensor) -> None:
-        if not bool(self._where.index_select(0, rows).all()):
+        if not _all_there(self._where.index_select(0, rows)):
             with self._gate.moving():
                 self._bring(rows, must=False)
 
@@ -205,7 +209,7 @@ class MappedStorage(Storage):
         slots as rows."""
         self._counters[0] += len(numbers)  # threads may lose a look-up to each other
         slots = self._where.index_select(0, numbers)
-        if bool(slots.all()):
+        if _all_there(slots):
             used, places = self._used.numpy(), slots.numpy() - 1
             before = used[places]
             used[places] = before + (before < _MOST)
@@ -214,7 +218,7 @@ class MappedStorage(Storage):
                 if not self._bring(numbers):
                     return None
             slots = self._where.index_select(0, numbers)
-        if bool(slots.all()):
+        if _all_there(slots):
             found = read(slots.long())
             if torch.equal(self._where.index_select(0, numbers), slots):
                 return found
@@ -229,10 +233,9 @@ class MappedStorage(Storage):
             used[used == _KEPT] = 0
         self._counters[_MOVING] = 1
         slots = self._where.index_select(0, numbers)
-        kept = slots[slots != 0].numpy() - 1
+        kept = slots[slots > 0].numpy() - 1
         used[kept] = _KEPT
-        rows = torch.from_numpy(np.unique(numbers[slots == 0].numpy()))
-        self._counters[1] += len(rows)
+        rows = torch.from_numpy(np.unique(numbers[slots <= 0].numpy()))
         pairs = zip(self._widths.values(), self._numbers.split(rows), strict=True)
         done = [self._bring_apart(held, part if must else part[: len(held.owner) // 4]) for held, part in pairs]
         used[kept] = _MOST
@@ -246,8 +249,10 @@ class MappedStorage(Storage):
             return False
         held.touch(rows, slots)
         with self._gate.alone():
-            self._counters[2] += len(rows) * held.layout.row_bytes
-            self._counters[3] += held.swap(rows, slots) * held.layout.row_bytes
+            self._counters[1] += len(rows)
+            read, written = held.swap(rows, slots)
+            self._counters[2] += read * held.layout.row_bytes
+            self._counters[3] += written * held.layout.row_bytes
         return True
 
     def _numbered(self, ids: Jagged, features: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -272,7 +277,7 @@ class MappedStorage(Storage):
         if self._step is None and len(ids.values):
             shifts, numbers = self._numbered(ids, features)
             slots = self._where.index_select(0, numbers)
-            if bool(slots.all()):
+            if _all_there(slots):
                 self._inner.push(replace(ids, values=slots - 1 - shifts), features, gradient, lr)
                 return
         pushes = self._count({self._features[feature] for feature in features})
@@ -294,17 +299,13 @@ class MappedStorage(Storage):
             of_width = [gradient if own is held else gradient.new_zeros(0, dim) for dim, own in self._widths.items()]
             self._inner.step_rows(slots, of_width, (), lr)
             return
-        per_row = None if pushes is None else pushes[self._shards_of(held, rows)]
+        with self._gate.one():
+            held.make(rows)
+        per_row = None if pushes is None else pushes[held.initial.members_of(rows)]
         for chosen, block, at in ((here, held.slots, slots - held.first), (~here, held.file, rows)):
             if bool(chosen.any()):
                 mine, own = at[chosen], None if per_row is None else per_row[chosen]
                 self._optimizer.apply(block, mine, self._optimizer.penalised(block, mine, gradient[chosen]), own, lr)
-
-    def _shards_of(self, held: "_Held", rows: Tensor) -> Tensor:
-        """Positions of the shards of these rows of a width."""
-        members = torch.tensor(self._numbers.members(held.width.dim))
-        starts = torch.tensor([self._numbers.starts[index] - held.width.start for index in members.tolist()])
-        return members[torch.searchsorted(starts, rows, right=True) - 1]
 
     def _count(self, shards: Set[int]) -> Tensor | None:
         """One push more for each of these shards; the counts of all shards, `[S]`."""
@@ -319,29 +320,49 @@ class MappedStorage(Storage):
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._state
 
+    def reset(self, seed: int | None) -> None:
+        for held in self._widths.values():
+            held.where.zero_()
+        self._counters[_SEED] = 0 if seed is None else seed + 1
+        if self._step is not None:
+            self._step.zero_()
+
     def copy(self, shard: int, rows: Tensor | range, out: Mapping[str, Tensor]) -> None:
         held, chosen = self._rows(shard, rows)
         part = slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen
-        slots = held.where[part]
-        there = slots.nonzero().flatten()
-        slots = slots[there].long() - 1 - held.first
+        where = held.where[part]
+        there, nowhere = (where > 0).nonzero().flatten(), (where == 0).nonzero().flatten()
+        slots = where[there].long() - 1 - held.first
+        numbers = nowhere + chosen.start if isinstance(chosen, range) else chosen[nowhere]
         for name, target in out.items():
-            target.copy_(held.file[name][part])
+            if len(there) + len(nowhere) < len(where):
+                target.copy_(held.file[name][part])
             target.index_copy_(0, there, held.slots[name].index_select(0, slots))
+            if len(nowhere):
+                target.index_copy_(0, nowhere, held.begun(name, numbers))
+
+    def settle(self, shard: int) -> None:
+        held, chosen = self._rows(shard, range(self._shards[shard].rows))
+        held.make(torch.arange(chosen.start, chosen.stop))
+        rows = (held.where[chosen.start : chosen.stop] > 0).nonzero().flatten() + chosen.start
+        slots = held.where.index_select(0, rows).long() - 1 - held.first
+        for name, view in held.file.items():
+            view.index_copy_(0, rows, held.slots[name].index_select(0, slots))
 
     def approach(self, shard: int, rows: Tensor | range) -> None:
         held, chosen = self._rows(shard, rows)
-        if isinstance(chosen, range):
-            read_ahead(held.records, range(chosen.start, chosen.stop))
-        else:
-            read_ahead(held.records, chosen[held.where.index_select(0, chosen) == 0])
+        if not isinstance(chosen, range):
+            read_ahead(held.records, chosen[held.where.index_select(0, chosen) < 0])
+        elif bool((held.where[chosen.start : chosen.stop] < 0).any()):
+            read_ahead(held.records, chosen)
 
     def written(self, shard: int, rows: Tensor | range) -> None:
         held, chosen = self._rows(shard, rows)
         if isinstance(chosen, range):
-            chosen = held.where[chosen.start : chosen.stop].nonzero().flatten() + chosen.start
-        slots = held.where.index_select(0, chosen).long() - 1 - held.first
-        chosen, slots = chosen[slots >= 0], slots[slots >= 0]
+            chosen = torch.arange(chosen.start, chosen.stop)
+        where = held.where.index_select(0, chosen)
+        held.where.index_fill_(0, chosen[where == 0], -1)
+        chosen, slots = chosen[where > 0], where[where > 0].long() - 1 - held.first
         for name, tensor in held.slots.items():
             tensor.index_copy_(0, slots, held.file[name].index_select(0, chosen))
 
@@ -349,11 +370,54 @@ class MappedStorage(Storage):
     def counts(self) -> StorageCounts:
         return StorageCounts(self._numbers.total, sum(self._slots.values()), *self._counters[:_MOVING].tolist())
 
+    @overload
+    def _rows(self, shard: int, rows: range) -> tuple["_Held", range]: ...
+    @overload
+    def _rows(self, shard: int, rows: Tensor | range) -> tuple["_Held", Tensor | range]: ...
     def _rows(self, shard: int, rows: Tensor | range) -> tuple["_Held", Tensor | range]:
         """What holds the shard's rows, and theirs among all of their width."""
         held = self._widths[self._shards[shard].table.dim]
         start = self._numbers.starts[shard] - held.width.start
         return held, range(rows.start + start, rows.stop + start) if isinstance(rows, range) else rows + start
+
+
+def _all_there(slots: Tensor) -> bool:
+    return bool((slots > 0).all())
+
+
+class Initial:
+    """The rows of one width as they are before anybody changes them: those of a seed, zeros of dynamic tables.
+
+    Args:
+        seed: where the seed stands now, and one; 0: all are zeros.
+    """
+
+    def __init__(self, shards: Sequence[Shard], numbers: RowNumbers, dim: int, seed: Tensor) -> None:
+        self._dim, self._seed, self._members = dim, seed, torch.tensor(numbers.members(dim))
+        self._shards = [shards[index] for index in self._members.tolist()]
+        first = numbers.width(dim).start
+        self._starts = torch.tensor([numbers.starts[index] - first for index in self._members.tolist()])
+        self._shift = torch.tensor([shard.start for shard in self._shards]) - self._starts
+        self._bounds = np.array([0 if s.table.ids else bound_of(s.table) for s in self._shards], dtype=np.float32)
+        self._salts = lru_cache(1)(self._salts_of)
+
+    def members_of(self, rows: Tensor) -> Tensor:
+        """Positions of the shards of these rows of the width."""
+        return self._members[self._places(rows)]
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Float32 `[K, D]`."""
+        seed, place = int(self._seed[0]) - 1, self._places(rows)
+        if seed < 0:
+            return torch.zeros(len(rows), self._dim)
+        numbers, at = (rows + self._shift[place]).numpy(), place.numpy()
+        return torch.from_numpy(drawn_rows(numbers, self._salts(seed)[at], self._bounds[at], self._dim))
+
+    def _places(self, rows: Tensor) -> Tensor:
+        return torch.searchsorted(self._starts, rows, right=True) - 1
+
+    def _salts_of(self, seed: int) -> NDArray[np.uint64]:
+        return np.array([salt_of_rows(shard.table, seed) for shard in self._shards], dtype=np.uint64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,6 +441,7 @@ class _Held:
     owner: Tensor
     used: Tensor
     hand: Tensor
+    initial: Initial
 
     @cached_property
     def file(self) -> Block:
@@ -403,10 +468,24 @@ class _Held:
     def touch(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
         """Has what `swap` reads and writes of the file in memory."""
         owners = self.owner.index_select(0, torch.from_numpy(slots)).long()
-        read_ahead(self.records, torch.cat([rows, owners[owners > 0] - 1]))
+        stored = rows[self.where.index_select(0, rows) < 0]
+        read_ahead(self.records, torch.cat([stored, owners[owners > 0] - 1]))
 
-    def swap(self, rows: Tensor, slots: NDArray[np.int64]) -> int:
-        """Rows take the place of those that have these slots; how many were written back. Nobody pushes."""
+    def begun(self, name: str, rows: Tensor) -> Tensor:
+        """A tensor of rows that nobody has changed."""
+        shape = (len(rows), *self.slots[name].shape[1:])
+        return self.initial.rows(rows) if name == "weight" else torch.zeros(shape)
+
+    def make(self, rows: Tensor) -> None:
+        """Those of these rows that are nowhere are in the file; one at a time of those who may push."""
+        rows = rows[self.where.index_select(0, rows) == 0]
+        if len(rows):
+            for name, view in self.file.items():
+                view.index_copy_(0, rows, self.begun(name, rows))
+            self.where.index_fill_(0, rows, -1)
+
+    def swap(self, rows: Tensor, slots: NDArray[np.int64]) -> tuple[int, int]:
+        """Rows take the place of those that have these slots; how many were read, and written back. Nobody pushes."""
         at = torch.from_numpy(slots)
         names = (at + self.first + 1).int()
         old = self.owner.index_select(0, at).long() - 1
@@ -414,13 +493,17 @@ class _Held:
         old, back = old[theirs], at[theirs]
         parts = [tensor.index_select(0, back).unsqueeze(1).flatten(1) for tensor in self.slots.values()]
         self.records.index_copy_(0, old, torch.cat(parts, 1))
-        self.where.index_fill_(0, old, 0)
-        for name, read in self.layout.views(self.records.index_select(0, rows)).items():
-            self.slots[name].index_copy_(0, at, read)
+        self.where.index_fill_(0, old, -1)
+        stored = self.where.index_select(0, rows) < 0
+        for name, read in self.layout.views(self.records.index_select(0, rows[stored])).items():
+            self.slots[name].index_copy_(0, at[stored], read)
+        if (count := int(stored.sum())) < len(rows):
+            for name, tensor in self.slots.items():
+                tensor.index_copy_(0, at[~stored], self.begun(name, rows[~stored]))
         self.owner.index_copy_(0, at, (rows + 1).int())
         self.where.index_copy_(0, rows, names)
         self.used.numpy()[slots] = 1
-        return len(back)
+        return count, len(back)
 
 
 def _memory_of(disk: Disk | None) -> int:
@@ -436,7 +519,7 @@ def _index_parts(numbers: RowNumbers, slots: Mapping[int, int], shards: int) -> 
     """Where each row is, whose each slot is, how often it was used; hands, counters, steps of the shards."""
     count = sum(slots.values())
     of_rows = [(numbers.total, torch.int32), (count, torch.int32), (count, torch.uint8)]
-    return [*of_rows, (len(slots), torch.int64), (_MOVING + 1, torch.int64), (shards, torch.int64)]
+    return [*of_rows, (len(slots), torch.int64), (_SEED + 1, torch.int64), (shards, torch.int64)]
 
 
 def _file_parts(numbers: RowNumbers, optimizer: RowOptimizer) -> list[tuple[int, torch.dtype]]:

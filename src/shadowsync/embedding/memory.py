@@ -6,8 +6,6 @@ shards of equal width side by side serves both without a copy.
 `R` rows of all shards of one width `D`, `S` shards, `L` ids, `K` distinct rows.
 """
 
-import hashlib
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.embedding.initial import initial_rows
 from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.table import RowNumbers, Shard, starts_of
 from shadowsync.memory.pages import zeros
@@ -27,34 +25,22 @@ ROWS_PER_BLOCK = 4096
 
 
 def fill(shards: list[tuple[Shard, Tensor]], seed: int) -> None:
-    """Writes the initial rows, uniform in ±1/sqrt(rows of the whole table), into each shard's weight `[rows, D]`.
+    """Writes the `initial` rows into each shard's weight `[rows, D]`, several threads at blocks of it.
 
-    They are a function of the seed, the table and the row, never of how tables are cut or placed: drawn in blocks of
-    fixed size, each from a generator of its own, so that any run of rows can be made alone and by several threads.
     Rows of dynamic tables stay as they are: each is made for its key.
     """
     blocks = [
-        (shard, weight, number)
+        (shard, weight, start)
         for shard, weight in shards
         if shard.table.ids is None
-        for number in range(shard.start // ROWS_PER_BLOCK, -(-shard.stop // ROWS_PER_BLOCK))
+        for start in range(0, shard.rows, ROWS_PER_BLOCK)
     ]
 
     def draw(block: tuple[Shard, Tensor, int]) -> None:
-        shard, weight, number = block
-        table, base = shard.table, number * ROWS_PER_BLOCK
-        start, stop = max(shard.start, base), min(shard.stop, base + ROWS_PER_BLOCK)
-        rows: NDArray[np.float32] = weight.numpy()[start - shard.start : stop - shard.start]
-        out = rows if rows.flags.c_contiguous else np.empty_like(rows, order="C")
-        name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
-        generator = np.random.Generator(np.random.SFC64([seed, name, number]))
-        if start == base:
-            generator.random(out=out, dtype=np.float32)
-        else:
-            out[:] = generator.random((stop - base, table.dim), dtype=np.float32)[start - base :]
-        bound = 1 / math.sqrt(table.rows)
-        np.multiply(out, np.float32(2 * bound), out=out)
-        np.subtract(out, np.float32(bound), out=rows)
+        shard, weight, start = block
+        stop = min(start + ROWS_PER_BLOCK, shard.rows)
+        numbers = np.arange(shard.start + start, shard.start + stop)
+        weight.numpy()[start:stop] = initial_rows(shard.table, numbers, seed)
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
         for _ in threads.map(draw, blocks):
@@ -84,6 +70,15 @@ class ShardMemory:
         self.weight_start = starts_of({s: self._elements(s) for s in self.numbers.by_width})
         self._extents = {"weight": Extent.ELEMENT, **optimizer.state}
         self.flat = dict(zip(self._extents, (allocate(*part) for part in parts_of(shards, optimizer)), strict=True))
+        self._fill(seed)
+
+    def reset(self, seed: int | None) -> None:
+        """All as at the start, with the initial rows of this seed; None: zero."""
+        for tensor in self.flat.values():
+            tensor.zero_()
+        self._fill(seed)
+
+    def _fill(self, seed: int | None) -> None:
         if seed is not None:
             fill([(shard, self.view(index, "weight")) for index, shard in enumerate(self.shards)], seed)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
 from shadowsync.embedding.keys import Counts as KeyCounts
 from shadowsync.embedding.keys import KeyIndex, Wanted
-from shadowsync.embedding.memory import fill
 from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.requests import (
     AnyLookup,
@@ -185,8 +184,7 @@ class EmbeddingServer:
             rows = tuple(replace(own, tensors={**own.tensors, **self._keys.tensors[i]}) for i, own in enumerate(rows))
         self._rows, self._stored = rows, tuple(tensors[shard.key] for shard in self.shards)
         self._initial = dict(initial or {})
-        if seed is not None:
-            self._put_initial()
+        self._put_initial()
         self._parts: dict[str, list[int]] = {}  # positions of a table's shards by their rows
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
@@ -362,17 +360,10 @@ class EmbeddingServer:
         self._held.clear()
         with self.watches.turn, self._gate.alone():
             if saved is None:
-                for tensor in (tensor for own in self._rows for tensor in own.tensors.values()):
-                    tensor.zero_()
-                if self._seed is not None:
-                    fill(
-                        [(s, own.tensors["weight"]) for s, own in zip(self.shards, self._rows, strict=True)], self._seed
-                    )
-                    self._put_initial()
-                for shard, own in enumerate(self.shards):
-                    self._storage.written(shard, range(own.rows))
+                self._storage.reset(self._seed)
+                self._put_initial()
                 if self._keys is not None:
-                    self._keys.take_defaults()
+                    self._keys.reset()
                 self.watches.reset()
                 return
             for rows in saved:
@@ -380,9 +371,12 @@ class EmbeddingServer:
                     self._put(shard, rows)
 
     def _put_initial(self) -> None:
-        for shard, own in zip(self.shards, self._rows, strict=True):
-            if shard.key in self._initial:
-                own.tensors["weight"].copy_(self._initial[shard.key])
+        """Of a server that begins with initial rows, those that were given."""
+        given = [] if self._seed is None else [(n, s) for n, s in enumerate(self.shards) if s.key in self._initial]
+        for number, shard in given:
+            for name, tensor in self._stored[number].items():
+                tensor.copy_(self._initial[shard.key]) if name == "weight" else tensor.zero_()
+            self._storage.written(number, range(shard.rows))
 
     def _fitting(self, saved: Rows | RowSet) -> list[int]:
         """Positions of the shards that share a row with `saved`; parts of a table have one form, so one is compared."""
@@ -425,6 +419,9 @@ class EmbeddingServer:
         """The rows of the shard at that position that are to be saved now, by their numbers in the table, distinct and
         ascending, int64 `[K]`; None for the whole shard. Small tables are due at the `end_of_round`."""
         start = self.shard(shard).start
+        if self.watches.compares:
+            with self._gate.alone():
+                self._storage.settle(shard)
         picked = self.watches.pick(shard, end_of_round)
         return None if picked is None else picked + start
 

@@ -62,7 +62,7 @@ class Storage(ABC):
         Args:
             shards: what to hold.
             features: of each that will be looked up, the position of its shard.
-            seed: of the initial rows (`memory.fill`); None leaves them as they are in the memory, zero where it is new.
+            seed: of the initial rows (`initial`); None leaves them as they are in the memory, zero where it is new.
             room: where the tensors are; it gives memory in the order of `memory_parts`, a file in that of `file_parts`.
         """
 
@@ -117,6 +117,10 @@ class Storage(ABC):
         """Copies rows of the shard at that position as they are, by their positions in it, into tensors by name, `[K]`
         or `[K, D]`; nobody pushes."""
 
+    @abstractmethod
+    def reset(self, seed: int | None) -> None:
+        """All rows are as at the start, with the initial rows of this seed; nobody pushes."""
+
     # A storage of which all is in memory has nothing to do for these.
 
     def approach(self, shard: int, rows: Tensor | range) -> None:  # noqa: B027
@@ -125,6 +129,9 @@ class Storage(ABC):
     def written(self, shard: int, rows: Tensor | range) -> None:  # noqa: B027
         """These rows of a shard were written to the views of `state`; whoever did so keeps rows from being moved
         meanwhile: it is inside the gate, or nobody else is."""
+
+    def settle(self, shard: int) -> None:  # noqa: B027
+        """The views of a shard's rows in `state` are to be as the rows are; nobody pushes."""
 
     def expect(self, ids: Jagged, features: Sequence[int]) -> None:  # noqa: B027
         """This is going to be pulled."""

@@ -80,6 +80,9 @@ class TorchStorage(Storage):
         for name, target in out.items():
             copy_rows(self._memory.view(shard, name), rows, target)
 
+    def reset(self, seed: int | None) -> None:
+        self._memory.reset(seed)
+
     def _width(self, features: Sequence[int]) -> int:
         """Columns of `pull`'s output for these features."""
         return sum(self._slots.dim(feature) for feature in features)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shadowsync.data.batch import Jagged
-from shadowsync.embedding.keys import LOWEST, Wanted, drops_keys, hashes_of, salt_of, sets_of
+from shadowsync.embedding.initial import hashes_of, salt_of
+from shadowsync.embedding.keys import LOWEST, Wanted, drops_keys, sets_of
 from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.table import WAYS, Shard, Table
 from shadowsync.rpc.pending import Pending

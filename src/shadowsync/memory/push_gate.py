@@ -44,7 +44,13 @@ class PushGate:
     @contextmanager
     def singly(self) -> Iterator[None]:
         """As a push goes through, but one of those who do so at a time."""
-        with self, self._one:
+        with self, self.one():
+            yield
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """For who is inside: one at a time."""
+        with self._one:
             yield
 
     @contextmanager

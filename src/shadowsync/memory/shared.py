@@ -12,7 +12,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,23 +198,25 @@ class FileGate:
     @contextmanager
     def singly(self) -> Iterator[None]:
         """As `with gate:`, but one of those who do so at a time."""
-        handle = self._handle()
-        with self:
-            _lock(handle, _ONE, fcntl.F_WRLCK)
-            try:
-                yield
-            finally:
-                _lock(handle, _ONE, fcntl.F_UNLCK)
+        with self, self.one():
+            yield
+
+    def one(self) -> AbstractContextManager[None]:
+        """As `PushGate.one`."""
+        return self._locked(_ONE)
+
+    def moving(self) -> AbstractContextManager[None]:
+        """As `PushGate.moving`."""
+        return self._locked(_MOVING)
 
     @contextmanager
-    def moving(self) -> Iterator[None]:
-        """As `PushGate.moving`."""
+    def _locked(self, byte: int) -> Iterator[None]:
         handle = self._handle()
-        _lock(handle, _MOVING, fcntl.F_WRLCK)
+        _lock(handle, byte, fcntl.F_WRLCK)
         try:
             yield
         finally:
-            _lock(handle, _MOVING, fcntl.F_UNLCK)
+            _lock(handle, byte, fcntl.F_UNLCK)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

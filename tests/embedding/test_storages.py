@@ -240,9 +240,10 @@ def test_hogwild_threads_on_disjoint_rows_lose_nothing(storage, optimizer):
         for ids in work:
             _push(alone, ids)
     names = {"weight", "momentum"} if optimizer is not ADAM else {"exp_avg", "exp_avg_sq", "step"}
+    rounding = 1e-5 if storage.on_disk else 0.0  # rows on disk are stepped by other code, and who is there differs
     for name in names & set(alone.state()["t[0:64]"]):
         found, expected = shared.state()["t[0:64]"][name], alone.state()["t[0:64]"][name]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
 
 
 @EACH

@@ -118,6 +118,7 @@ class FbgemmStorage(TorchStorage):
         super().__init__(shards, features, optimizer, seed, room)
         self._features = tuple(features)
         self._fused = isinstance(optimizer, (RowwiseAdagrad, SGD))
+        self._twins = isinstance(optimizer, RowwiseAdagrad) and self._twins_lead()  # before threads might disagree
         self._requests: dict[tuple[int, ...], Request] = {}
         starts, numbers = self._memory.weight_start, self._memory.numbers
         self._blocks = {  # rows of all shards of one width are looked up as those of one table
@@ -180,7 +181,7 @@ class FbgemmStorage(TorchStorage):
         """Backward and optimizer in one operator: steps every row in `ids`."""
         flat, optimizer = self._memory.flat, self._optimizer
         if isinstance(optimizer, RowwiseAdagrad):
-            request = request.twins if request.twins is not None and self._twins_lead() else request
+            request = request.twins if request.twins is not None and self._twins else request
             state = flat["momentum"], request.placements, request.rows_offsets, torch.tensor(lr), optimizer.eps
             backward = self._operators.split_embedding_backward_codegen_rowwise_adagrad_cpu
             backward(*_common(request, ids, gradient, flat["weight"]), *state)

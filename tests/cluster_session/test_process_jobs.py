@@ -25,10 +25,12 @@ def killed_settings(data: Path, **sections: Any) -> dict[str, Any]:
     )
 
 
-def test_who_is_killed_loses_nothing_that_others_share(tmp_path: Path) -> None:
-    """Rows and the central copy lie in memory that outlives their servers: nobody goes back, and nothing is loaded."""
+@pytest.mark.parametrize("storage", [{"storage": "torch"}, {"storage": "mapped", "memory_gib": 1000 / 2**30}], ids=str)
+def test_who_is_killed_loses_nothing_that_others_share(tmp_path: Path, storage: dict[str, Any]) -> None:
+    """Rows, those on disk as well, and the central copy lie in memory that outlives their servers: nobody goes back,
+    and nothing is loaded."""
     data, roles = write_rows(tmp_path / "rows.parquet", ROWS), ("embedding-1", "trainer-0", "dense-0", "reader-0")
-    config = killed_settings(data, embedding={"servers": 2}, sync={"method": "easgd"})
+    config = killed_settings(data, embedding={"servers": 2, **storage}, sync={"method": "easgd"})
     result = run_and_kill(config, tmp_path / "out", *roles)
     assert result.recovery.mode == "none"
     assert result.recovery.seconds.lost == 0

@@ -1,13 +1,15 @@
 """Tables larger than memory: examples per second with a part of the rows in memory, over all of them in memory.
 
     python benchmarks/mapped.py [--gib 8] [--zipf 1.2 1.05] [--shares 0.25 0.125] [--rounds 3] [--seconds 40]
+    python benchmarks/mapped.py --gib 2 --saved --beside 1 [...]               all rows come from the disk
     python benchmarks/mapped.py --gib 24 --only 0.125 --zipf 1.2 --rounds 1    more than this machine has
 
 DLRM as in throughput.py on 26 tables of 16 floats, synthetic rows that do not repeat, batch 1,024. A row and its sum of
 squares take 68 bytes. Each run is a process of its own, the variants take turns, and ratios are medians over the
 rounds. What has a share in memory runs in a control group that may have so much and `--beside` GiB (for the processes,
 the index of the rows, and pages of the file), where the machine lets this script make one (root); else the whole
-machine's memory may hold pages of the file, and the table says so. No row is in memory when a run begins.
+machine's memory may hold pages of the file, and the table says so. No row is in memory when a run begins: in a new run
+each is made when it is first looked up; with `--saved` a run goes on from one whose rows were saved, and reads them.
 
 Beside it: how many pages the disk gives in a second, asked for as training asks, from a file that is not in memory, and
 the examples per second that this bounds: a row that is not in memory costs the page that it is on, and the page of the
@@ -46,26 +48,39 @@ PAGE, ASKED = 4096, 2_000
 
 def measure(share: float, zipf: float, rows: int, arguments: argparse.Namespace) -> dict[str, float]:
     """Trains in this process; share 1 is all in memory."""
+    start_from = first_run(arguments) if arguments.saved else None
     storage: Mapping[str, Any] = {}
     if share < 1:
         storage = {"storage": "mapped", "memory_gib": share * arguments.gib, "folder": arguments.folder}
     data = {"name": "synthetic", "rows": rows, "test_rows": 50_000, "zipf": zipf}
     config = {
-        "data": {**data, "table_rows": int(arguments.gib * GIB / FEATURES / ROW_BYTES)},
+        "data": {**data, "table_rows": table_rows(arguments)},
         "train": {"batch_size": 1024, "save_values": "int4"},  # one at the end, which nobody reads
         "embedding": {"servers": 1, **storage},
         "cluster": {"runtime": arguments.runtime},
         "report": {"html": False, "tensorboard": False, "every_s": 2.0},
     }
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        result = Job(config, out=Path(folder) / "run").run()
+        result = Job(config, out=Path(folder) / "run", start_from=start_from).run()
         frames = read_frames(Path(folder) / "run")
     half = [frame.eps for frame in frames[len(frames) // 2 :] if frame.eps]
     found = {"eps": result.throughput.eps, "late": statistics.median(half or [0.0]), "auc": result.test.auc}
     if (stored := result.stored) is not None:
-        found |= {"missed": stored.missed / rows, "hits": stored.hits}
+        first, last = frames[len(frames) // 2], frames[-1]
+        missed = (last.stored["missed"] - first.stored["missed"]) / max(1, last.samples - first.samples)
+        found |= {"missed": stored.missed / rows, "missed_late": missed, "hits": stored.hits}
         found |= {"read": stored.read_bytes / GIB, "written": stored.written_bytes / GIB}
     return found
+
+
+def table_rows(arguments: argparse.Namespace) -> int:
+    """Of each table."""
+    return int(arguments.gib * GIB / FEATURES / ROW_BYTES)
+
+
+def first_run(arguments: argparse.Namespace) -> Path:
+    """The folder of a run that has saved all rows."""
+    return Path(arguments.folder) / f"shadowsync-mapped-{arguments.gib:g}"
 
 
 @contextmanager
@@ -92,6 +107,7 @@ def group(size: int) -> Iterator[Path | None]:
 def apart(share: float, zipf: float, rows: int, arguments: argparse.Namespace) -> tuple[dict[str, float], bool]:
     """`measure` in a process of its own, and whether its memory was bounded."""
     words = [f"--{name}={getattr(arguments, name)}" for name in ("gib", "folder", "runtime")]
+    words += ["--saved"] * arguments.saved
     command = [sys.executable, __file__, *words, "--one", str(share), str(zipf), str(rows)]
     size = int((share * arguments.gib + arguments.beside) * GIB)
     with group(size) if share < 1 else group(1 << 50) as place:
@@ -132,9 +148,18 @@ def pages_per_second(folder: str) -> float:
     return ASKED / statistics.median(taken)
 
 
+def save_all(arguments: argparse.Namespace) -> None:
+    """Makes the run from which others go on."""
+    data = {"name": "synthetic", "rows": 4096, "test_rows": 1, "table_rows": table_rows(arguments)}
+    config = {"data": data, "report": {"html": False, "tensorboard": False}, "embedding": {"servers": 1}}
+    Job(config, out=first_run(arguments)).run()
+
+
 def compare(zipf: float, arguments: argparse.Namespace) -> None:
     """Runs the variants in turn and prints the table."""
     shares = [1.0, *arguments.shares] if arguments.only is None else [arguments.only]
+    if arguments.saved and not first_run(arguments).exists():
+        save_all(arguments)
     first, bounded = apart(shares[0], zipf, 200_000, arguments)
     rows = int(first["eps"] * arguments.seconds)
     runs: dict[str, list[dict[str, float]]] = {f"{share:g}": [] for share in shares}
@@ -153,7 +178,8 @@ def compare(zipf: float, arguments: argparse.Namespace) -> None:
         line = [share, f"{middle['eps']:,.0f}", f"{relative[share]:.2f}", f"{late[share]:.2f}", f"{middle['auc']:.4f}"]
         if "missed" in middle:
             bound = pages / (2 * middle["missed"])
-            line += [f"{middle['missed']:.2f}", f"{middle['hits']:.1%}", f"{middle['read']:.2f}"]
+            line += [f"{middle['missed']:.2f}, {middle['missed_late']:.2f}", f"{middle['hits']:.1%}"]
+            line += [f"{middle['read']:.2f}"]
             line += [f"{middle['written']:.2f}", f"{bound:,.0f}"]
         lines.append(line + ["-"] * (10 - len(line)))
     where = "in a control group" if bounded else "pages of the file in all of the machine's memory"
@@ -161,7 +187,16 @@ def compare(zipf: float, arguments: argparse.Namespace) -> None:
         f"\nZipf {zipf}, {arguments.gib:g} GiB of rows, {rows:,} examples, {where}, medians of {arguments.rounds}; "
         f"{pages:,.0f} random pages/s of the disk\n"
     )
-    header = ["in memory", "examples/s", "ratio", "2nd half", "test AUC", "missed/example", "hits", "GiB read"]
+    header = [
+        "in memory",
+        "examples/s",
+        "ratio",
+        "2nd half",
+        "test AUC",
+        "missed/example, in 2nd half",
+        "hits",
+        "GiB read",
+    ]
     print(table([*header, "GiB written", "disk's bound"], lines), flush=True)
 
 
@@ -177,6 +212,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--beside", type=float, default=2.0)
     parser.add_argument("--runtime", default="auto")
+    parser.add_argument("--saved", action="store_true")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of a fast disk")
     arguments = parser.parse_args()
     if arguments.one:

@@ -223,7 +223,11 @@ class MappedStorage(Storage):
             if torch.equal(self._where.index_select(0, numbers), slots):
                 return found
         with self._gate.moving():  # others want memory, too: now nobody takes these slots away
-            return read(self._where.index_select(0, numbers).long()) if self._bring(numbers) else None
+            while self._bring(numbers):
+                slots = self._where.index_select(0, numbers)
+                if _all_there(slots):  # not so if others' look-ups have counted over what was to be kept
+                    return read(slots.long())
+        return None
 
     def _bring(self, numbers: Tensor, must: bool = True) -> bool:
         """Gives slots to all of these rows and keeps those that have one; false if there are too few. Unless it `must`,

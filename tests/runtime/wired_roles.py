@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from shadowsync.errors import RunError
-from shadowsync.memory.shared import SharedMemory
+from shadowsync.memory.shared import FileBeside, SharedMemory
 from shadowsync.rpc.connection import JobKeys
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.runtime.child import RoleHost
@@ -96,8 +96,8 @@ class Wired(Runtime):
         self.processes.append(HostedRole(request, self.keys))
         return self.processes[-1]
 
-    def create_memory(self, machine: str, size: int, what: str) -> HeldMemory:
-        made = SharedMemory.create(size, what)
+    def create_memory(self, machine: str, size: int, what: str, file: FileBeside | None = None) -> HeldMemory:
+        made = SharedMemory.create(size, what, file)
         self._held.append(made)
         return HeldMemory(machine, made.path, made.close, lambda: machine not in self.lost, made.read)
 

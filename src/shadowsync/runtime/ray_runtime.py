@@ -94,7 +94,7 @@ class HostActor:
             self._changed.wait_for(more)
         return found
 
-    def create_memory(self, size: int, what: str, file: FileBeside | None) -> str | Fault:
+    def create_memory(self, size: int, what: str, file: FileBeside | None = None) -> str | Fault:
         return _or_fault(lambda: self._host.create_memory(size, what, file))
 
     def read_memory(self, path: str) -> bytes | Fault:

@@ -464,6 +464,17 @@ def _check_cluster(config: Config) -> None:
         raise ConfigError(f"cluster.max_trainers={most} is below train.trainers={train.trainers}")
     if cluster.min_trainers > train.trainers:
         raise ConfigError(f"cluster.min_trainers={cluster.min_trainers} is above train.trainers={train.trainers}")
+    servers = server_count(config)
+    for key, machines in (("max_servers", cluster.max_servers), ("min_servers", cluster.min_servers)):
+        if machines is not None and machines > servers:
+            raise ConfigError(
+                f"cluster.{key}={machines} is above embedding.servers={servers}, and each of them is on one machine: "
+                "raise embedding.servers"
+            )
+    if cluster.max_servers is not None and cluster.max_servers < cluster.min_servers:
+        raise ConfigError(
+            f"cluster.max_servers={cluster.max_servers} is below cluster.min_servers={cluster.min_servers}"
+        )
 
 
 def _check_emulation(config: Config) -> None:

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from shadowsync.errors import ConfigError, ShadowSyncError, lacks_memory, shortened
+from shadowsync.errors import ConfigError, RunError, ShadowSyncError, lacks_memory, shortened
 
 if TYPE_CHECKING:
     from shadowsync.inference import Trained
@@ -218,6 +218,24 @@ def report(
     for notice in compare.notices(runs):
         typer.echo(notice)
     typer.echo(f"comparison: {path}")
+
+
+@app.command()
+def drain(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run that is going on.")],
+    machines: Annotated[list[str], typer.Argument(metavar="MACHINE…", help="Their names, as roles.json has them.")],
+    stay: Annotated[bool, typer.Option("--stay", help="They are not to be shut down after all.")] = False,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="How long to wait until they are empty.")] = 3600.0,
+) -> None:
+    """Empty machines that are to be shut down: what a run has there moves elsewhere while it trains."""
+    from shadowsync.draining import ask_to_leave, wait_until_left
+
+    wanted = ask_to_leave(folder, machines, stay)
+    typer.echo(f"to be emptied: {', '.join(wanted) or 'none'}")
+    if not stay and (left := wait_until_left(folder, machines, wait_s)):
+        raise RunError(f"{', '.join(left)} are still there; {folder}/events.jsonl says what was tried")
+    if not stay:
+        typer.echo(f"no role of the run is on {', '.join(machines)} any more")
 
 
 class _Data(TyperGroup):

@@ -449,6 +449,11 @@ class ClusterConfig(Section):
     min_trainers: int = Field(1, ge=1, le=1024, description="with fewer for lost_after_s, the job saves and ends")
     max_trainers: int | None = Field(None, ge=1, le=1024)
     """trainers may join up to so many while it runs; null is train.trainers"""
+    min_servers: int = Field(1, ge=1, le=1024)
+    """machines that hold embedding servers at least: what is to be shut down is not emptied before others are there"""
+    max_servers: int | None = Field(None, ge=1, le=1024)
+    """embedding servers move, while training goes on, onto up to so many machines as these come, and off those that are
+    to be shut down (shadowsync drain); null leaves them where they are"""
     lost_after_s: float = Field(60.0, ge=2, le=LONGEST_S)
     """silence after which a role is given up; more rides out longer cuts of the network"""
 

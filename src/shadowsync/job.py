@@ -36,6 +36,7 @@ from shadowsync.data.leases import Position
 from shadowsync.data.source import OpenSource, settled
 from shadowsync.data.splits import PARTS, open_parts, whole
 from shadowsync.data.spooling import Given, Split, kept_path, with_kept_rows, with_rows_of
+from shadowsync.draining import forget, to_leave
 from shadowsync.embedding.table import Shard, Table
 from shadowsync.errors import (
     CheckpointError,
@@ -366,6 +367,7 @@ class _Run:
         self._places: Mapping[str, Mapping[str, str | int]] = {}
         self._saving = False
         self._told_ways: set[tuple[str, str]] = set()
+        self._not_left = ""
         self._told_of_loss = self._told_of_labels = False
         self._switches: Sequence[Switch] = () if self.saved is None else job_state(self.saved).aggregation.switches
         own = self.saved is not None and job.resume == job.out
@@ -491,6 +493,7 @@ class _Run:
                 self._tell(sentence)
         for remark in codec_remarks(self.config, self.choices):
             self._tell(remark, "codec")
+        forget(self.job.out)
         self._look()
         self._ends_at = time.monotonic() + self.config.train.limit_s
         self.session.start()
@@ -554,7 +557,7 @@ class _Run:
             self._saving = saving
         for happened in session.events.take(self._first_began):
             # who drives has told its own decisions
-            if happened.event == "waiting" or (happened.event == "decided" and happened.role != "driver"):
+            if happened.event in ("waiting", "moved") or (happened.event == "decided" and happened.role != "driver"):
                 self._print(f"{happened.role}: {happened.detail}")
             reporter.note(happened)
         if (places := session.places()) != self._places:
@@ -562,6 +565,7 @@ class _Run:
             write_atomically(self.job.out / "roles.json", json.dumps(places, indent=1).encode() + b"\n")
 
     def _look(self) -> None:
+        self._leave_machines()
         for computing in self.session.computing():
             if (way := (computing.precision, computing.why)) not in self._told_ways:
                 self._told_ways.add(way)
@@ -569,6 +573,16 @@ class _Run:
         for sentence in self.keeping.look():
             self._tell(sentence)
         self._tell_switches()
+
+    def _leave_machines(self) -> None:
+        """What was asked for in the folder of the run (`draining`)."""
+        try:
+            names = to_leave(self.job.out)
+            self.session.leave(names)
+        except (ConfigError, DataError) as error:
+            if (told := str(error)) != self._not_left:
+                self._tell(told)
+            self._not_left = told
 
     def _tell_switches(self) -> None:
         """Those from one gradient method to another that were not told yet."""

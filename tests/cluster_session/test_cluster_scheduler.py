@@ -252,3 +252,98 @@ def test_deaths_without_progress_end_a_job_and_progress_forgives_them() -> None:
     for _ in range(3):  # going back and training the same rows again is no progress
         restarts.died("embedding-0", trained=50, now=5.0)
     assert "4 roles died in a row" in str(restarts.hopeless("embedding-0"))
+
+
+# --- moves -----------------------------------------------------------------------------------------------------------
+
+
+class Moving(Map):
+    """Machines and what is on them, of which some are to be shut down."""
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        placed: Sequence[tuple[Need, str]],
+        leaving: Sequence[str] = (),
+        most: int | None = None,
+    ) -> None:
+        super().__init__(ClusterConfig(), machines)
+        there = [replace(self.request(wanted), machine=where) for wanted, where in placed]
+        self.scheduler = Scheduler(machines, there, leaving, most)
+
+    def next(self, fewest: int = 1) -> tuple[str, str | None, str | None] | None:
+        """The role, from where, and where to."""
+        found = self.scheduler.next_move(fewest)
+        return None if found is None else (found[0].role, found[0].machine, found[1].machine)
+
+
+def test_rows_go_to_a_machine_that_has_come() -> None:
+    placed = [(rows(0, 3), "a"), (rows(1, 2), "a"), (rows(2, 1), "b")]
+    assert Moving([machine("a"), machine("b")], placed).next() == ("embedding-1", "a", "b")
+    assert Moving([machine("a"), machine("b")], placed[:2], most=1).next() is None
+    three = [machine("a"), machine("b"), machine("c")]
+    assert Moving(three, placed, most=3).next() == ("embedding-1", "a", "c")
+    assert Moving(three, placed, most=2).next() == ("embedding-1", "a", "b")
+    assert Moving(three, [(rows(0, 3), "a"), (rows(1, 2), "b"), (rows(2, 1), "c")]).next() is None
+
+
+def test_rows_stay_where_little_is_gained() -> None:
+    assert Moving([machine("a"), machine("b")], [(rows(0, 8), "a"), (rows(1, 0.1), "a")]).next() is None
+    assert Moving([machine("a"), machine("b", gib=0.5)], [(rows(0, 2), "a"), (rows(1, 1), "a")]).next() is None
+    assert Moving([machine("a")], [(rows(0, 2), "a"), (rows(1, 1), "a")]).next() is None
+    assert Moving([machine("a")], [(need("trainer-0"), "a")]).next() is None
+
+
+def test_a_machine_that_is_to_be_shut_down_is_emptied() -> None:
+    machines = [machine("a"), machine("b"), machine("c")]
+    placed = [(rows(0, 1), "a"), (rows(1, 2), "a"), (need("dense-0"), "a"), (need("trainer-0"), "a"), (rows(2, 9), "b")]
+    assert Moving(machines, placed, ["a"]).next() == ("embedding-1", "a", "c"), "the largest first"
+    assert Moving(machines, placed, ["a"], most=1).next() == ("embedding-1", "a", "b")
+    assert Moving(machines, placed, ["a"]).next(fewest=2) == ("embedding-1", "a", "c")
+    assert Moving(machines[:2], placed, ["a"]).next(fewest=2) is None, "it waits until another machine is there"
+    assert Moving(machines, placed, ["a", "c"]).next() == ("embedding-1", "a", "b")
+    without_rows = placed[2:]
+    assert Moving(machines, without_rows, ["a"]).next() is None, "trainers may reach it in the machine's memory"
+    assert Moving(machines, [placed[2], placed[4]], ["a"]).next() == ("dense-0", "a", "c")
+
+
+def test_nobody_is_put_on_a_machine_that_is_to_be_shut_down() -> None:
+    places = Moving([machine("a"), machine("b")], [(rows(0, 1), "b")], ["a"])
+    assert {order.machine for wanted in trainers(3) if (order := places.put(wanted)) is not None} == {"b"}
+    back = replace(places.request(rows(1, 1)), machine="a")
+    assert places.scheduler.put(back) is not None, "but what is in the memory there is found there"
+
+
+def test_trainers_go_where_another_stays_or_finds_a_place() -> None:
+    guests = [(need("trainer-0"), "a"), (need("reader-0"), "a")]
+
+    def let_go(machines: Sequence[Machine], placed: Sequence[tuple[Need, str]]) -> list[str]:
+        return [request.role for request in Moving(machines, placed, ["a"]).scheduler.to_let_go()]
+
+    assert let_go([machine("a"), machine("b")], guests) == ["trainer-0", "reader-0"]
+    assert let_go([machine("a"), machine("b", cpus=0)], guests) == []
+    there = (need("trainer-1"), "b")
+    assert let_go([machine("a"), machine("b", cpus=1)], [*guests, there]) == ["trainer-0", "reader-0"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 6)), min_size=1, max_size=10),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+def test_moves_come_to_an_end_within_what_machines_can_hold(
+    held: Sequence[tuple[int, int]], count: int, most: int
+) -> None:
+    machines = [machine(str(index), gib=64) for index in range(count)]
+    placed = [(rows(index, gib), str(at % count)) for index, (at, gib) in enumerate(held)]
+    before = {where for _, where in placed}
+    for _ in range(100):
+        moving = Moving(machines, placed, most=most)
+        found = moving.next()
+        if found is None:
+            break
+        role, _, where = found
+        placed = [(wanted, str(where) if wanted[0] == role else at) for wanted, at in placed]
+    else:
+        raise AssertionError("rows move for ever")
+    assert len({where for _, where in placed}) <= max(most, len(before))

@@ -33,7 +33,8 @@ class HostedRole(RoleProcess):
     def endpoint(self, timeout_s: float) -> Endpoint:
         if self._ended is not None:
             raise PeerLost(f"{self.request.role} ended: {self._ended}")
-        return Endpoint(self._host.address, self.request.machine or LOOPBACK, "here", os.getpid())
+        machine = self.request.machine or LOOPBACK
+        return Endpoint(self._host.address, machine, machine, os.getpid())
 
     def build(self, builder: Builder) -> Future[None]:
         future: Future[None] = Future()

@@ -312,6 +312,22 @@ class DenseStepper:
             self._held.clear()
             self._newest = Version(version, self.replica.flat.clone())
 
+    @served()
+    def version(self) -> int:
+        """Global steps made."""
+        return self._newest.number
+
+    @served()
+    def held_gradient(self, position: int) -> tuple[int, tuple[bool, ...], Tensor] | None:
+        """The one at that position among the gradients that wait for a step, with the number of its batch, as
+        `DenseGradient`; None beyond the last. Nobody adds or takes any meanwhile."""
+        with self._lock:
+            held = list(self._held.items())
+        if not 0 <= position < len(held):
+            return None
+        number, gradient = held[position]
+        return number, gradient.used, gradient.flat.cpu()
+
     def _check(self, step: DenseStep, generation: int) -> None:
         check_generation(self._generation, generation)
         check_step(step.weights, step.divisor, step.lr)

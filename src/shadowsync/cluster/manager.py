@@ -1,7 +1,7 @@
 """The roles of a job: how many, who serves what in which generation, and who is told where."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,9 +31,10 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import ConfigError, RunError
 from shadowsync.memory.shared import FileBeside, bytes_of
-from shadowsync.recovery.settings import row_tracking
+from shadowsync.recovery.settings import moving_rows, row_tracking
 from shadowsync.rpc.connection import Direct
 from shadowsync.rpc.errors import GONE, PeerLost
+from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import later
 from shadowsync.runtime.runtime import HeldMemory, LaunchRequest, Runtime
 from shadowsync.sync.dense import split_evenly
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from shadowsync.cluster.outages import Outages
 
 RESERVE_S = 120.0
+TOLD_S = 20.0
+"""How long everybody stands still for a trainer that is told where a server is."""
 STARTS = 3
 """How often a role is started before its end at the start is the end of the job."""
 THREADS = 4
@@ -120,9 +123,10 @@ class ClusterSpec:
         optimizer = row_optimizer(self.job.config.embedding)
         found: dict[str, int] = {}
         if shares_rows(self.job.config, self.job.choices):
-            tracking = row_tracking(self.job.choices.recovery, self.job.config.train.seed)
+            seed = self.job.config.train.seed
+            ways = (row_tracking(self.job.choices.recovery, seed), moving_rows(self.job.config.cluster, seed))
             for index, shards in enumerate(self.shards):
-                followed = [] if tracking is None else [part for shard in shards for part in tracking.parts(shard)]
+                followed = [part for way in ways if way is not None for shard in shards for part in way.parts(shard)]
                 held = self.job.choices.storage.memory_parts(shards, optimizer, self.job.disk)
                 found[f"embedding-{index}"] = bytes_of([*held, *parts_of_keys(shards), *followed])
         if shares_center(self.job.config, self.job.choices):
@@ -168,6 +172,8 @@ class ClusterManager:
         filled: roles whose memory has held what it should, so that it outlives them.
         goes_back: as `Session.goes_back`.
         near: what trainers of this process have in common; None where they are elsewhere.
+        moved: how often a server has changed its machine.
+        leaving: machines that are to be shut down, by id: nobody is put there any more.
         dense, images, outages: of the session, which sets them.
     """
 
@@ -191,6 +197,8 @@ class ClusterManager:
         self.filled: set[str] = set()
         self.goes_back = False
         self.near: Near | None = None
+        self.moved = 0
+        self.leaving: frozenset[str] = frozenset()
         self._runtime, self._pool = runtime, pool
         self._logs: dict[str, HeldMemory] = {}
         self._replicas: dict[str, HeldMemory] = {}
@@ -218,8 +226,13 @@ class ClusterManager:
         if self.spec.direct:
             self.launch([*self.servers(), *trainers])
             return
-        scheduler = Scheduler(self._runtime.machines())
+        scheduler = self._scheduler()
         requests = [self._placed(scheduler, request) for request in [*self.servers(), *trainers]]
+        machines, fewest = scheduler.machines_of("embedding"), self.spec.job.config.cluster.min_servers
+        if machines < fewest:
+            raise RunError(
+                f"cluster.min_servers={fewest} and there is room for embedding servers on {machines} machine(s) only"
+            )
         self.reader_count = self.spec.job.config.cluster.readers or scheduler.machines_of("trainer")
         readers = [self.request(f"reader-{index}") for index in range(self.reader_count)]
         requests += [self._placed(scheduler, request) for request in readers]
@@ -255,9 +268,23 @@ class ClusterManager:
         self.all_at_once([partial(start, request) for request in requests])
 
     def scheduler(self) -> Scheduler:
-        living = [member for member in list(self.supervisor.members.values()) if member.living]
-        placed = [replace(self.request(member.role), machine=member.endpoint.machine) for member in living]
-        return Scheduler(self._runtime.machines(), placed)
+        everybody = [*self.supervisor.members.copy().values(), *self.supervisor.coming.copy().values()]
+        return self._scheduler([self.placed(member) for member in everybody if member.living])
+
+    def _scheduler(self, placed: Sequence[LaunchRequest] = ()) -> Scheduler:
+        return Scheduler(self._runtime.machines(), placed, self.leaving, self.spec.job.config.cluster.max_servers)
+
+    def leave(self, names: Collection[str]) -> None:
+        """Machines of these names or ids are to be shut down, and no others."""
+        machines = self._runtime.machines() if names else ()
+        self.leaving = frozenset(machine.id for machine in machines if {machine.id, machine.name} & set(names))
+
+    def name_of(self, machine: str) -> str:
+        return next((found.name for found in self._runtime.machines() if found.id == machine), machine)
+
+    def placed(self, member: Member) -> LaunchRequest:
+        """What it needs, where it is."""
+        return replace(self.request(member.role), machine=member.endpoint.machine)
 
     def vacant_servers(self) -> list[LaunchRequest]:
         """Servers and readers that nobody is."""
@@ -402,9 +429,26 @@ class ClusterManager:
     def give_memory(self, server: Member) -> None:
         """New memory on a server's machine for what it will hold, if trainers can reach that there."""
         self.filled.discard(server.role)
-        size = self.spec.shared_bytes.get(server.role) if self._runtime.shares_memory else None
-        if size is not None:
+        if (size := self._shared_bytes(server)) is not None:
             self._give(server, self.memory, size, f"what {server.role} holds")
+
+    def make_memory(self, coming: Member) -> HeldMemory | None:
+        """As `give_memory`, beside that of the server whose place this one is to take (`take_place`)."""
+        size = self._shared_bytes(coming)
+        return None if size is None else self._made(coming, size, f"what {coming.role} holds")
+
+    def take_place(self, coming: Member, held: HeldMemory | None) -> tuple[Member, HeldMemory | None]:
+        """A server that was launched beside the one of its role, and has all that that one has, takes its place with
+        its memory; what is to be ended when everybody knows. Raises `PeerLost` if one of the two is gone."""
+        before, coming.ready = self.supervisor.take_place(coming), True
+        let_go = self.memory.pop(coming.role, None)
+        if held is not None:
+            self.memory[coming.role] = held
+        self.moved += 1
+        return before, let_go
+
+    def _shared_bytes(self, server: Member) -> int | None:
+        return self.spec.shared_bytes.get(server.role) if self._runtime.shares_memory else None
 
     def give_log(self, trainer: Member) -> str | None:
         """New memory in which a trainer logs what it has done; its path. None under gradient methods, where what is
@@ -430,12 +474,14 @@ class ClusterManager:
         """New memory on a member's machine in place of what it had, which is let go of; its path."""
         before = among.pop(member.role, None)
         try:
-            file = self.spec.shared_files.get(member.role)
-            held = among[member.role] = self._runtime.create_memory(member.endpoint.machine, size, what, file)
+            held = among[member.role] = self._made(member, size, what)
             return held.path
         finally:
             if before is not None:
                 before.close()
+
+    def _made(self, member: Member, size: int, what: str) -> HeldMemory:
+        return self._runtime.create_memory(member.endpoint.machine, size, what, self.spec.shared_files.get(member.role))
 
     def take_log(self, trainer: Member) -> DoneLog | None:
         """What a trainer that is gone has done; None if that is not known, since its machine cannot be asked."""
@@ -477,8 +523,24 @@ class ClusterManager:
 
     def tell_replacement(self, trainer: Member) -> None:
         """A trainer hears of servers that were replaced while its part was built."""
-        for server in [*self.serving("embedding"), *self.serving("dense"), self.reader_of(trainer)]:
+        for server in self.serving("embedding"):
+            self._reach(trainer, server)
+        for server in [*self.serving("dense"), self.reader_of(trainer)]:
             self._tell(trainer, server)
+
+    def tell_of_move(self, server: Member) -> None:
+        """Every trainer at work, all of which stand still, reaches an embedding server at its new place when this
+        returns; who does not hear of it is given up."""
+        trainers = self.statuses.at_work()
+        told = [self._reach(trainer, server) for trainer in trainers]
+        for trainer, answer in zip(trainers, told, strict=True):
+            try:
+                answer.result(TOLD_S)
+            except (*GONE, TimeoutError) as error:
+                self.supervisor.give_up(trainer, f"it did not hear that {server.role} is on another machine: {error}")
+
+    def _reach(self, trainer: Member, server: Member) -> Pending[None]:
+        return later(trainer.connection, TrainerPart.reach, server.index, self.address(server, trainer))
 
     def _tell(self, trainer: Member, server: Member) -> None:
         index = 0 if server.kind == "reader" else server.index

@@ -11,18 +11,25 @@ from typing import TYPE_CHECKING, ClassVar
 
 from shadowsync.assembly import initial_rows
 from shadowsync.cluster.context import Addresses, TrainerSpec
-from shadowsync.cluster.servers import build_dense, build_embedding, build_reader, build_stepper
+from shadowsync.cluster.servers import StepperPart, build_dense, build_embedding, build_reader, build_stepper
 from shadowsync.cluster.supervisor import Member, NobodyLeft
 from shadowsync.cluster.trainer import build_trainer
 from shadowsync.config import ClusterConfig
 from shadowsync.data.reader import Reader
+from shadowsync.embedding.moving import ArrivingService, Copied
+from shadowsync.errors import RunError
 from shadowsync.rpc.errors import GONE
+from shadowsync.rpc.served import ask
 from shadowsync.runtime.runtime import Builder, LaunchRequest
+from shadowsync.sync.dense import DenseServer
 
 if TYPE_CHECKING:
     from shadowsync.cluster.manager import ClusterManager, ClusterSpec
 
 LOOK_S = 0.05
+ROUNDS = 8
+"""How often rows that changed while they moved are copied again before everybody stands still for the last of them."""
+FEW_ROWS = 10_000
 
 
 class Role(ABC):
@@ -57,6 +64,25 @@ class Role(ABC):
         """Gives a server that takes another's place its part, with what that one held; raises as `on_join`."""
         manager.build(member, reader)
 
+    def begin_move(
+        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
+    ) -> Copied:
+        """Gives a process on another machine a part that is to take the place of the one that is there, with most of
+        what that one holds, in that memory; training goes on. Only of embedding and dense servers.
+
+        Raises:
+            PeerLost: one of the two died.
+        """
+        raise NotImplementedError
+
+    def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
+        """The rest of `begin_move`, while everybody stands still."""
+        raise NotImplementedError
+
+    def tell_of_move(self, manager: "ClusterManager", server: Member) -> None:
+        """Everybody who stands still goes on with the one that has moved; while they do."""
+        manager.tell_of(server)
+
     @abstractmethod
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         """Takes note that members of the kind died at once.
@@ -81,10 +107,39 @@ class EmbeddingRole(Role):
         return self.of(spec.job.config.cluster, role, spec.row_bytes[int(role.rpartition("-")[2])])
 
     def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
+        return self._part(manager, member, manager.memory_of(member), filled, inherits)
+
+    def _part(
+        self,
+        manager: "ClusterManager",
+        member: Member,
+        memory: str | None,
+        filled: bool = False,
+        inherits: bool = False,
+        source: str | None = None,
+    ) -> Builder:
         job, shards = manager.spec.job.without_model, manager.spec.shards[member.index]
-        memory = manager.memory_of(member)
         initial = initial_rows(manager.spec.job.model, shards, manager.spec.direct) if filled else {}
-        return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits, initial)
+        return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits, initial, source)
+
+    def begin_move(
+        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
+    ) -> Copied:
+        target.build(self._part(manager, target, memory, source=source.endpoint.address))
+        copied = last = ask(target.connection, ArrivingService.take_all)
+        for _ in range(ROUNDS):
+            again = ask(target.connection, ArrivingService.take_changed)
+            copied = copied.plus(again)
+            if again.rows < FEW_ROWS or again.rows > last.rows // 2:
+                break
+            last = again
+        return copied
+
+    def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
+        return ask(target.connection, ArrivingService.take_over)
+
+    def tell_of_move(self, manager: "ClusterManager", server: Member) -> None:
+        manager.tell_of_move(server)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         """Its rows are as they were, if their memory outlived the one before; else those of the newest checkpoint,
@@ -128,6 +183,19 @@ class DenseRole(Role):
         start, stop = spec.spans[index]
         codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member)
         return partial(build_dense, codec, stop - start, manager.generation, memory)
+
+    def begin_move(
+        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
+    ) -> Copied:
+        manager.build(target, reader)
+        return Copied(0, 0)
+
+    def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
+        if manager.spec.parts:
+            ask(target.connection, StepperPart.take_over, source.endpoint.address, manager.generation)
+        else:
+            ask(target.connection, DenseServer.write, ask(source.connection, DenseServer.read))
+        return Copied(0, 0)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         outlived = manager.outlived(member)
@@ -186,11 +254,13 @@ class TrainerRole(Role):
 
     def on_join(self, manager: "ClusterManager", member: Member, reader: Reader, stopping: Callable[[], bool]) -> None:
         while not stopping():
+            moved = manager.moved
             try:
                 manager.build(member, reader)
                 break
-            except GONE:  # a server may not be there yet
-                if not member.living or (manager.all_servers_serve() and manager.serving("reader")):
+            except (*GONE, RunError):  # a server may not be there yet, or have gone to another machine meanwhile
+                there = manager.moved == moved and manager.all_servers_serve() and manager.serving("reader")
+                if not member.living or there:
                     raise
                 time.sleep(LOOK_S)
         else:

@@ -1,13 +1,15 @@
 """Which role goes to which machine, and when there is no use in starting it again; pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from shadowsync.assembly import GIB
 from shadowsync.runtime.runtime import LaunchRequest, Machine
 
 MOST_DEATHS = 20
+WORTH_MOVING = 0.1
+"""Of the fullest machine's share that has to go, or rows would move for nothing."""
 
 
 class Scheduler:
@@ -18,11 +20,20 @@ class Scheduler:
     Args:
         machines: those that are there.
         placed: roles that have a place already.
+        leaving: machines that are to be shut down, by id: they take nobody.
+        most: machines that may hold embedding servers; None for all.
     """
 
-    def __init__(self, machines: Sequence[Machine], placed: Iterable[LaunchRequest] = ()) -> None:
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        placed: Iterable[LaunchRequest] = (),
+        leaving: Collection[str] = (),
+        most: int | None = None,
+    ) -> None:
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
+        self._leaving, self._most = leaving, most
 
     def put(self, request: LaunchRequest) -> LaunchRequest | None:
         """The best place for a role, which it takes; None if there is none now.
@@ -36,6 +47,66 @@ class Scheduler:
         best = min(able, key=lambda machine: self._rank(machine, request))
         self._placed.append(replace(request, machine=best.id))
         return self._placed[-1]
+
+    def next_move(self, fewest: int) -> tuple[LaunchRequest, LaunchRequest] | None:
+        """A server that should change its machine, as it is and as it would be; None if none should.
+
+        First those on machines that are to be shut down: embedding servers, unless fewer than `fewest` machines would
+        hold any then, and when trainers have gone, dense servers. Otherwise an embedding server off the machine of
+        whose memory they fill the largest share, where that falls by a tenth at least.
+        """
+        rows, dense = self.leavers("embedding"), self.leavers("dense")
+        for placed in sorted(rows, key=lambda server: (-server.bytes, server.role)):
+            but = self.holding() if len(self.holding()) < fewest else ()
+            if (found := self._elsewhere(placed, but)) is not None:
+                return placed, found
+        if not rows and not self.leavers("trainer"):  # which may reach a dense server in the memory of its machine
+            for placed in dense:
+                if (found := self._elsewhere(placed, ())) is not None:
+                    return placed, found
+        if rows or dense:
+            return None
+        holding = [machine for machine in self._machines if machine.id in self.holding()]
+        shares = {machine.id: _share(machine, self._rows_on(machine)) for machine in holding}
+        if not shares:
+            return None
+        before, fullest = max((share, machine) for machine, share in shares.items())
+        moves = []
+        for placed in (placed for placed in self._placed if (placed.kind, placed.machine) == ("embedding", fullest)):
+            if (found := self._elsewhere(placed, ())) is not None:
+                each = {machine.id: machine for machine in self._machines}
+                left = _share(each[fullest], self._rows_on(each[fullest]) - placed.bytes)
+                there = each[str(found.machine)]
+                then = _share(there, self._rows_on(there) + placed.bytes)
+                moves.append((max(left, then), placed.bytes, placed.role, placed, found))
+        if not moves or (best := min(moves, key=lambda move: move[:3]))[0] > (1 - WORTH_MOVING) * before:
+            return None
+        return best[3], best[4]
+
+    def to_let_go(self) -> list[LaunchRequest]:
+        """Trainers and readers on machines that are to be shut down; none unless a trainer stays, or one of them finds
+        another place."""
+        guests = self.leavers("trainer", "reader")
+        trainers = [placed for placed in self._placed if placed.kind == "trainer"]
+        stays = any(trainer not in guests for trainer in trainers)
+        return guests if stays or any(self._elsewhere(trainer, ()) is not None for trainer in trainers) else []
+
+    def leavers(self, *kinds: str) -> list[LaunchRequest]:
+        """Roles of these kinds on machines that are to be shut down."""
+        return [placed for kind in kinds for placed in self._on_leaving(kind)]
+
+    def _on_leaving(self, kind: str) -> list[LaunchRequest]:
+        return [placed for placed in self._placed if placed.kind == kind and placed.machine in self._leaving]
+
+    def _elsewhere(self, placed: LaunchRequest, but: Collection[str]) -> LaunchRequest | None:
+        """The best place for a role on another machine than its own and these; None if there is none."""
+        machines = [machine for machine in self._machines if machine.id not in (placed.machine, *but)]
+        others = [other for other in self._placed if other is not placed]
+        return Scheduler(machines, others, self._leaving, self._most).put(replace(placed, machine=None))
+
+    def _rows_on(self, machine: Machine) -> int:
+        """Bytes that embedding servers fill there."""
+        return sum(placed.bytes for placed in self._on(machine) if placed.kind == "embedding")
 
     def machines_of(self, kind: str) -> int:
         """How many machines have a role of that kind."""
@@ -55,12 +126,24 @@ class Scheduler:
     def _can_take(self, machine: Machine, request: LaunchRequest) -> bool:
         there = self._on(machine)
         return (
-            request.machine in (None, machine.id)
+            (machine.id not in self._leaving or machine.id == request.machine)
+            and (request.kind != "embedding" or self._may_hold(machine))
+            and request.machine in (None, machine.id)
             and (request.resource is None or request.resource in machine.resources)
             and machine.cpus - sum(other.cpus for other in there) >= request.cpus
             and all(other.kind != request.keeps_off for other in there)
             and request.bytes <= machine.memory_bytes - sum(other.bytes for other in there)
         )
+
+    def _may_hold(self, machine: Machine) -> bool:
+        """Rows, without too many machines doing so."""
+        holding = self.holding()
+        return self._most is None or machine.id in holding or len(holding) < self._most
+
+    def holding(self) -> set[str]:
+        """Machines with embedding servers that stay."""
+        found = {placed.machine for placed in self._placed if placed.kind == "embedding"}
+        return {machine for machine in found if machine is not None} - set(self._leaving)
 
     def _rank(self, machine: Machine, request: LaunchRequest) -> tuple[float, ...]:
         there = self._on(machine)
@@ -75,6 +158,11 @@ class Scheduler:
 
     def _on(self, machine: Machine) -> list[LaunchRequest]:
         return [placed for placed in self._placed if placed.machine == machine.id]
+
+
+def _share(machine: Machine, filled: int) -> float:
+    """Of its memory."""
+    return filled / max(1, machine.memory_bytes)
 
 
 @dataclass

@@ -1,25 +1,28 @@
 """What the servers and readers of a job serve, each built on its machine from what travels there."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shadowsync.aggregation.stepping import DenseShare, DenseStepper
+from shadowsync.aggregation.stepping import DenseGradient, DenseShare, DenseStepper
 from shadowsync.assembly import make_module, row_optimizer
 from shadowsync.checkpoint.job_state import TrainerImage, check_image, dense_tensors
 from shadowsync.cluster.context import JobContext
 from shadowsync.compression.codec import Codec
 from shadowsync.data.reader import Parser, ReaderOptions
 from shadowsync.data.splits import open_parts
+from shadowsync.embedding.moving import ArrivingService
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Shard
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import FileGate, SharedMemory
-from shadowsync.recovery.settings import row_tracking
-from shadowsync.rpc.served import Served, served
+from shadowsync.recovery.settings import moving_rows, row_tracking
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.served import Served, ask, served
 from shadowsync.runtime.runtime import ProcessContext
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.pieces import by_parameter
@@ -41,7 +44,8 @@ def build_embedding(
     memory: str | None,
     inherits: bool,
     initial: Mapping[str, Tensor],
-    _: ProcessContext,
+    source: str | None,
+    process: ProcessContext,
 ) -> Served:
     """An embedding server.
 
@@ -51,6 +55,7 @@ def build_embedding(
         memory: path of the memory that its rows are in, where trainers reach them without it.
         inherits: the rows there are those of a server that is gone.
         initial: as `EmbeddingServer` has it.
+        source: address of the server whose place it is to take once it has its rows; None for none.
     """
     choices, train = job.choices, job.config.train
     server = EmbeddingServer(
@@ -63,11 +68,14 @@ def build_embedding(
         initial,
         train.seed,
         job.disk,
+        moving_rows(job.config.cluster, train.seed),
     )
     if inherits:
         server.inherit()
-    codecs = choices.codecs
-    return Served(EmbeddingService(server, codecs["pull"], codecs["push"], generation=generation))
+    pull, push = choices.codecs["pull"], choices.codecs["push"]
+    if source is None:
+        return Served(EmbeddingService(server, pull, push, generation=generation))
+    return Served(ArrivingService(server, process.connector.connect(source), pull, push, generation))
 
 
 def build_dense(codec: Codec, length: int, generation: int, memory: str | None, _: ProcessContext) -> Served:
@@ -83,13 +91,15 @@ def dense_server(codec: Codec, length: int, generation: int, memory: str | None)
     return DenseServer(opened.take(length, torch.float32), codec, generation, FileGate(opened).alone)
 
 
-def build_stepper(job: JobContext, generation: int, part: DenseShare, first: bool, _: ProcessContext) -> Served:
+def build_stepper(job: JobContext, generation: int, part: DenseShare, first: bool, process: ProcessContext) -> Served:
     """A dense server of gradient methods with the initial values of its part; the first has the module's buffers."""
     module = make_module(job.config, job.choices, job.schema, job.tables, job.model)
     replica = job.replica(part.module(module, buffers=first))
     codec = by_parameter(job.choices.codecs["dense"], replica.slots, len(replica.flat))
     clip_norm = job.config.train.clip_norm
-    return Served(StepperPart(replica, clip_norm, codec=codec, generation=generation))
+    stepper = StepperPart(replica, clip_norm, codec=codec, generation=generation)
+    stepper.connect = process.connector.connect
+    return Served(stepper)
 
 
 def build_reader(job: JobContext, options: ReaderOptions, process: ProcessContext) -> Served:
@@ -136,10 +146,25 @@ class Imaged(ABC):
 
 
 class StepperPart(DenseStepper, Imaged):
-    """A `DenseStepper` of which images are taken and put back."""
+    """A `DenseStepper` of which images are taken and put back, and that may take another one's place."""
+
+    connect: Callable[[str], Connection]
+    """The way to another one, of its process."""
 
     def _image(self) -> TrainerImage:
         return TrainerImage.of(self.replica, {})
+
+    @served()
+    def take_over(self, source: str, generation: int) -> None:
+        """This part becomes what the one at that address is, which nobody changes any more."""
+        before = self.connect(source)
+        self._put_back(ask(before, Imaged.snapshot))
+        self.restart(ask(before, DenseStepper.version), generation)
+        for position in itertools.count():
+            if (held := ask(before, DenseStepper.held_gradient, position)) is None:
+                return
+            number, used, flat = held
+            self.hold(number, DenseGradient(flat.to(self.replica.flat.device), used))
 
     def _put_back(self, image: TrainerImage) -> None:
         check_image(image.replica, dense_tensors(self.replica))

@@ -23,6 +23,7 @@ from shadowsync.cluster.dense_side import DenseSide, Merged, Stepped
 from shadowsync.cluster.endpoints import Endpoints
 from shadowsync.cluster.images import Images, Moved
 from shadowsync.cluster.manager import ClusterManager, ClusterSpec
+from shadowsync.cluster.moves import Moves
 from shadowsync.cluster.outages import Outages, ServerLoss
 from shadowsync.cluster.records import RecordTaker
 from shadowsync.cluster.roles import ROLES
@@ -38,7 +39,7 @@ from shadowsync.data.source import OpenSource
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, RowSet, shares_of
-from shadowsync.errors import RunError
+from shadowsync.errors import ConfigError, RunError
 from shadowsync.metrics.history import JobCounts, RoleState
 from shadowsync.metrics.recorder import Recorder
 from shadowsync.rpc.errors import GONE, PeerLost
@@ -161,6 +162,8 @@ class Session:
             self._outages = self._manager.outages = Outages(newest)
             self._images = self._manager.images = Images(self._manager)
             self._dense = self._manager.dense = self._make_dense()
+            self._moves = Moves(self._manager, self.events, self._pool, self.standing_still, self.ended.set)
+            stack.callback(self._moves.close)
             stack.callback(self._dense.close)
             self._manager.launch_all()
             self._begin()
@@ -309,6 +312,7 @@ class Session:
         self._hear()
         self._dense.look()
         if self._must_go_back is not None and self.given_up is None:
+            self._moves.abort()
             self._going_back = self._pool.submit(self._go_back, self._must_go_back)
             self._going_back.add_done_callback(lambda _: self.ended.set())
         else:
@@ -332,6 +336,19 @@ class Session:
     def _servers_are_missing(self) -> bool:
         """Or will be, once the dead were taken note of."""
         return self._manager.supervisor.anybody_died or not self._manager.all_servers_serve()
+
+    def leave(self, machines: Collection[str]) -> None:
+        """Machines of these names, or ids of the runtime, are to be shut down: everybody there goes elsewhere.
+
+        Raises:
+            ConfigError: roles of this job stay where they are.
+        """
+        if machines and self.config.cluster.max_servers is None:
+            raise ConfigError(
+                f"{', '.join(sorted(machines))} cannot be emptied: this job's servers stay where they are, as "
+                "cluster.max_servers is not set"
+            )
+        self._manager.leave(machines)
 
     def can_fail(self) -> Mapping[str, int]:
         kinds = ("trainer", "embedding") if self._direct else ("trainer", "reader", "embedding", "dense")
@@ -377,6 +394,9 @@ class Session:
     def _note_deaths(self) -> None:
         dead = self._manager.supervisor.take_dead()
         for member in dead:
+            self._moves.abort(member.role)
+            if member.asked:
+                continue
             self._failures += 1
             if member.role not in self._scripted:
                 self._restarts.died(member.role, self.reader.trained, time.monotonic())
@@ -435,6 +455,7 @@ class Session:
 
     def finish(self) -> None:
         """Waits for everybody; raises what ended the job early."""
+        self._moves.end()
         until = time.monotonic() + (math.inf if self._direct else FINISH_S)
         if self._going_back is not None:
             wait([self._going_back], FINISH_S)
@@ -479,6 +500,8 @@ class Session:
             self.given_up = self.given_up or self._restarts.too_few(expected, now)
         if self.given_up is not None:
             self.stop()
+        elif self.config.cluster.max_servers is not None and not (vacant or over or self._installs):
+            self._moves.look(now, self.reader)
 
     def _fill(self, requests: list[LaunchRequest], now: float) -> None:
         scheduler = self._manager.scheduler()
@@ -528,7 +551,7 @@ class Session:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
         began, trained, training = time.monotonic(), self.reader.trained, self._training
         dead = self._manager.vacant_row_servers()
-        wait(list(self._installs.values()))
+        wait([*self._installs.values(), *self._moves.under_way])
         self._collect_installs()
         for _ in range(ATTEMPTS):
             self._note_deaths()

@@ -33,6 +33,7 @@ class Member:
         connection: the driver's, to what it serves.
         noted: it died, and the session has taken note: only then may another take its endpoint.
         ready: a server's part is in place, so that others may be sent there.
+        asked: it was ended because somebody wanted it to go.
     """
 
     request: LaunchRequest
@@ -43,6 +44,7 @@ class Member:
     state: RoleState = "alive"
     noted: bool = False
     ready: bool = False
+    asked: bool = False
 
     @property
     def role(self) -> str:
@@ -84,6 +86,10 @@ class Supervisor:
         lost_after_s: silence after which a member is given up.
         events: hears of what happens to them.
         wake: called when somebody died.
+
+    Attributes:
+        members: by role.
+        coming: processes that stand beside the member of their role, to take its place.
     """
 
     runtime: Runtime
@@ -92,6 +98,7 @@ class Supervisor:
     events: EventLog
     wake: Callable[[], None]
     members: dict[str, Member] = field(default_factory=dict)
+    coming: dict[str, Member] = field(default_factory=dict)
     _dead: list[Member] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _closed: threading.Event = field(default_factory=threading.Event, repr=False)
@@ -103,8 +110,9 @@ class Supervisor:
         if not self.runtime.direct:
             self._thread.start()
 
-    def launch(self, request: LaunchRequest) -> Member:
-        """Starts a process for a role, waits until it is there, and lets it take the place of the one before.
+    def launch(self, request: LaunchRequest, beside: bool = False) -> Member:
+        """Starts a process for a role, waits until it is there, and lets it take the place of the one before; or stand
+        `beside` it, among those that are `coming`, until it does (`take_place`).
 
         Raises:
             PeerLost: it did not start, or ended at once.
@@ -122,9 +130,35 @@ class Supervisor:
             if self._closed.is_set():
                 process.kill()
                 raise PeerLost("the job has ended")
-            self.members[request.role] = member
-        self.events.add(request.role, "alive" if before is None else "restarted", endpoint.host)
+            (self.coming if beside else self.members)[request.role] = member
+        if not beside:
+            self.events.add(request.role, "alive" if before is None else "restarted", endpoint.host)
         return member
+
+    def take_place(self, member: Member) -> Member:
+        """Lets a process that was launched beside another one of its role take its place; the other one, which is not a
+        member any more and still runs.
+
+        Raises:
+            PeerLost: one of the two is gone.
+        """
+        with self._lock:
+            before = self.members[member.role]
+            if not (before.living and member.living and self.coming.get(member.role) is member):
+                raise PeerLost(f"{member.role} died on its way to another machine")
+            del self.coming[member.role]
+            self.members[member.role] = member
+            before.state = "left"
+        return before
+
+    def dismiss(self, member: Member) -> None:
+        """Ends a process that is no member, or not yet."""
+        with self._lock:
+            if self.coming.get(member.role) is member:
+                del self.coming[member.role]
+            member.state = "left"
+        member.process.kill()
+        member.connection.redirect(None)
 
     def of_kind(self, kind: str) -> list[Member]:
         found = [member for member in list(self.members.values()) if member.kind == kind and member.living]
@@ -147,15 +181,21 @@ class Supervisor:
         """Somebody did, and nobody has taken note."""
         return bool(self._dead)
 
-    def give_up(self, member: Member, reason: str, end: bool = True) -> None:
-        """Ends a member: calls to it fail from now on; if it is not to `end`, it only counts as dead."""
+    def give_up(self, member: Member, reason: str, end: bool = True, asked: bool = False) -> None:
+        """Ends a member: calls to it fail from now on; if it is not to `end`, it only counts as dead. `asked`, somebody
+        wants it to go, and it is no failure."""
         with self._lock:
             if not member.living:
                 return
-            member.state = "dead"
             if self._closed.is_set():
+                member.state = "dead"
                 return
-        self.events.add(member.role, "dead", reason)
+            coming, member.asked = self.coming.get(member.role) is member, asked
+            member.state = "left" if coming or asked else "dead"
+        if coming:  # whoever waits for it hears of it, and nobody else has to
+            self.dismiss(member)
+            return
+        self.events.add(member.role, "left" if asked else "dead", reason)
         if end:  # first: what it has done is read as soon as it counts among the dead
             member.process.kill()
             member.connection.redirect(None)
@@ -164,11 +204,13 @@ class Supervisor:
         self.wake()
 
     def places(self) -> dict[str, dict[str, str | int]]:
-        """Where the members are, by role, as in `roles.json`; `log` is empty where a role has none of its own."""
+        """Where the members are, but for those that left, by role, as in `roles.json`; `log` is empty where a role has
+        none of its own."""
         return {
             role: {"pid": end.pid, "host": end.host, "incarnation": member.incarnation, "log": end.log}
             for role, member in sorted(self.members.copy().items())
             for end in [member.endpoint]
+            if member.state != "left"
         }
 
     def close(self) -> None:
@@ -186,7 +228,7 @@ class Supervisor:
         if now_s - self._looked_at > UNREACHABLE_S:  # this process was stopped: who spoke meanwhile was not heard
             self._listening_since = now_s
         self._looked_at = now_s
-        for member in [member for member in list(self.members.values()) if member.living]:
+        for member in [m for m in [*self.members.copy().values(), *self.coming.copy().values()] if m.living]:
             try:
                 self._look_at(member, now_s)
             except BaseException as error:  # one that cannot be looked after must not end the watch over the others

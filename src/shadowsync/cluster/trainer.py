@@ -32,7 +32,7 @@ from shadowsync.embedding.table import Shard
 from shadowsync.errors import RunError, ShadowSyncError
 from shadowsync.memory.shared import SharedMemory
 from shadowsync.models.wrapping import Wrapped
-from shadowsync.recovery.settings import row_tracking
+from shadowsync.recovery.settings import moving_rows, row_tracking
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, Fault
 from shadowsync.rpc.served import Served, ask, later, served
@@ -217,18 +217,24 @@ class TrainerPart(Imaged):
         if isinstance(others, Near):
             reach = [self._line(server, index) for index, server in enumerate(others.embedding)]
         else:
-            reach = [self._server(*given) for given in enumerate(others.embedding)]
+            self._places = list(others.embedding)
+            reach = [self._server(*given) for given in enumerate(self._places)]
         unique = unique_rows(job.config, job.choices)
         streams = range(job.config.train.workers)
         self._ways = [[way(stream) for way in reach] for stream in streams]
-        return [EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in self._ways]
+        self._clients = [
+            EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in self._ways
+        ]
+        return list(self._clients)
 
     def _begin_read_ahead(self) -> ReadAhead | None:
         """Where rows are on disk; what a wrapped module looks up is known only when it is called."""
         job = self._spec.job
         if job.disk is None or isinstance(job.model, Wrapped):
             return None
-        ahead = ReadAhead(EmbeddingClient(job.tables, job.features, self._ways[0]))
+        client = EmbeddingClient(job.tables, job.features, self._ways[0])
+        self._clients.append(client)
+        ahead = ReadAhead(client)
         self._feed.opened = ahead.opened
         return ahead
 
@@ -242,7 +248,7 @@ class TrainerPart(Imaged):
             seed = spec.job.config.train.seed
             tracking = row_tracking(choices.recovery, seed)
             told = tracking if tracking is not None and tracking.priority.sees else None
-            there = told, memory, None, seed, spec.job.disk
+            there = told, memory, None, seed, spec.job.disk, moving_rows(spec.job.config.cluster, seed)
             server = EmbeddingServer(shards, choices.storage, optimizer, None, *there)
             if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
                 return lambda _: server
@@ -375,6 +381,20 @@ class TrainerPart(Imaged):
         connection = self._connections.get((kind, index))
         if connection is not None:  # else what it serves is reached without it
             connection.redirect(address)
+
+    @served()
+    def reach(self, position: int, address: ServerAddress) -> None:
+        """An embedding server is on another machine from now on; asked for while this trainer stands still."""
+        self.moved("embedding", position, address.wire)
+        known, shards = self._places[position]
+        if address.memory == known.memory:
+            return
+        self._places[position] = address, shards
+        way = self._server(position, self._places[position])
+        for stream, ways in enumerate(self._ways):
+            ways[position] = way(stream)
+        for client, ways in zip(self._clients, [*self._ways, self._ways[0]], strict=False):
+            client.reach(ways)
 
     # --- state -------------------------------------------------------------------------------------------------------
 

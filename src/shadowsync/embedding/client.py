@@ -6,6 +6,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -77,18 +78,23 @@ class EmbeddingClient:
         held = [server.shards for server in servers]
         check_tables(tables, features)
         _check_held_once(tables, held)
-        self._servers = [
-            ServerProxy.near(server, position) if isinstance(server, EmbeddingServer) else server
-            for position, server in enumerate(servers)
-        ]
         self._feature_count = len(features)
         self._router = Router(tables, features, held)
-        self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
-        self._unique = UniqueChoice(unique, tables, features, held, self._here)
+        self._choose = partial(UniqueChoice, unique, tables, features, held)
+        self.reach(servers)
         self._translation = Translation(tables, features, held, admits)
         self.admits = admits and bool(self._translation)
         self._numbers = itertools.count()
         self.columns, self.width = self._router.selector.columns, self._router.selector.width
+
+    def reach(self, servers: Sequence[ServerProxy | EmbeddingServer]) -> None:
+        """The servers are reached so from now on, which hold what they held before; while nothing is under way."""
+        self._servers = [
+            ServerProxy.near(server, position) if isinstance(server, EmbeddingServer) else server
+            for position, server in enumerate(servers)
+        ]
+        self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
+        self._unique = self._choose(self._here)
 
     def pull(self, ids: Jagged) -> Pulled:
         """Pooled vectors and sequences for the ids of all features, in the order of the source's schema.

@@ -180,6 +180,11 @@ class KeyIndex:
         _, before, admitted, refused, evicted = self._totals.tolist()
         return Counts(len(self._flat["key"]), before + admitted - evicted, admitted, refused, evicted)
 
+    def go_on_from(self, before: Counts) -> None:
+        """Counts what came and went from there on, as the one whose keys these were until now."""
+        self._totals[2:] = before.admitted, before.refused, before.evicted
+        self.recount()
+
     def recount(self) -> None:
         """How many rows have owners; nobody else changes rows meanwhile."""
         self._totals[1] = torch.count_nonzero(self._flat["key"]) - self._totals[2] + self._totals[4]

@@ -80,7 +80,7 @@ class SaveMethods:
             return self._copy(shard, range(start, stop))
 
     @served(once=False, timeout_s=COPY_S)
-    def singles(self, save: int, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
+    def singles(self, save: int | None, shard: int, numbers: Tensor) -> Mapping[str, Tensor]:
         """Some rows of a shard, as `rows`; their numbers are ascending."""
         with self._during(save, "copied"):
             return self._copy(shard, as_int64(numbers))

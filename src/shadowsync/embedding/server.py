@@ -117,6 +117,11 @@ class HeldGradients:
         with self._lock:
             self._held.clear()
 
+    def all(self) -> list[tuple[int, RowSums]]:
+        """What is held, with the number of its batch."""
+        with self._lock:
+            return [(number, sums) for number, parts in self._held.items() for sums in parts]
+
     def _merged(self, parts: Sequence[tuple[RowSums, float]], divisor: float | None) -> RowSums:
         split = [self._numbers.split(lookup.rows) for (lookup, _), _ in parts]
         rows, gradients = [], []
@@ -149,6 +154,11 @@ class EmbeddingServer:
         initial: rows, by the key of their shard, that it begins with in place of those of the seed, `[rows, D]`.
         key_seed: of the rows that keys of dynamic tables get, in all processes that have the memory the same.
         disk: of a storage that has rows on disk.
+        moving: follows which rows change while they are copied to another machine; None where they stay.
+
+    Attributes:
+        watches: know which rows are to be saved next.
+        moves: know which rows have changed since they were copied elsewhere.
     """
 
     def __init__(
@@ -162,6 +172,7 @@ class EmbeddingServer:
         initial: Mapping[str, Tensor] | None = None,
         key_seed: int = 0,
         disk: Disk | None = None,
+        moving: RowTracking | None = None,
     ) -> None:
         self.shards, self.optimizer = tuple(shards), optimizer
         self.slots, self.numbers = slots_of(self.shards), RowNumbers(self.shards)
@@ -189,6 +200,7 @@ class EmbeddingServer:
         for index in sorted(range(len(self.shards)), key=lambda index: self.shards[index].start):
             self._parts.setdefault(self.shards[index].table.name, []).append(index)
         self.watches = RowWatches(self._rows, self.numbers, tracking, allocate, memory is not None)
+        self.moves = RowWatches(self._rows, self.numbers, moving, allocate, memory is not None)
         self._groups = SlotGroups(self.shards, shard_of_slot, self.numbers)
         self._held = HeldGradients(self.numbers)
         self._stepped = -1
@@ -214,11 +226,20 @@ class EmbeddingServer:
 
     def _changing(self, numbers: Tensor) -> None:
         self.watches.stepped(numbers)
+        self.moves.stepped(numbers)
 
     @property
     def keys(self) -> KeyCounts | None:
         """Of the dynamic tables, if there are any."""
         return None if self._keys is None else self._keys.counts
+
+    def take_over(self, keys: KeyCounts | None) -> None:
+        """This server, which has been given the rows of another, takes its place: its dynamic tables had these counts,
+        and nobody has saved any of its rows yet."""
+        if self._keys is not None and keys is not None:
+            self._keys.go_on_from(keys)
+        self.watches.inherit()
+        self.watches.reset()
 
     @property
     def stored(self) -> StorageCounts | None:
@@ -260,11 +281,12 @@ class EmbeddingServer:
             return
         with self._gate:
             self.watches.pushed(lookup.slots, lookup.ids)  # first: who is killed in between has told what may differ
+            self.moves.pushed(lookup.slots, lookup.ids)
             self._storage.push(lookup.ids, lookup.slots, gradients[0], lr)
 
     def _step(self, lookup: RowLookup, gradients: Sequence[Tensor], lr: float) -> None:
         with self._gate:
-            self.watches.stepped(lookup.rows)  # first, as in `push`
+            self._changing(lookup.rows)  # first, as in `push`
             self._storage.step_rows(lookup.rows, gradients, lookup.shards, lr)
 
     def _check_ids(self, lookup: Lookup) -> int:
@@ -325,6 +347,12 @@ class EmbeddingServer:
     @property
     def held_bytes(self) -> int:
         return self._held.byte_count
+
+    @property
+    def held(self) -> tuple[int, list[tuple[int, RowSums]]]:
+        """The newest global step that was carried out, and the gradients that wait for one, by batch."""
+        with self._stepping:
+            return self._stepped, self._held.all()
 
     # --- rows in and out ---------------------------------------------------------------------------------------------
 
@@ -412,6 +440,21 @@ class EmbeddingServer:
             self._keys.settle(shard, start, stop)
         if len(places):
             self.watches.loaded(shard, places)
+
+    # --- on the way to another machine -------------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """From now on it is known which rows change; raises `DataError` where rows stay where they are."""
+        for shard in range(len(self.shards)):
+            self.changed(shard)
+
+    def changed(self, shard: int) -> Tensor:
+        """Numbers in the table of rows of the shard at that position that changed since this was asked last, ascending,
+        int64 `[K]`. One thread at a time asks."""
+        start, rows = self.shard(shard).start, self.moves.take(shard)
+        if rows is None:
+            raise DataError("rows of this job stay where they are: set cluster.max_servers")
+        return rows + start
 
     # --- saves beside training ---------------------------------------------------------------------------------------
 

@@ -4,15 +4,25 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shadowsync.compression.channel import Stream
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
 from shadowsync.embedding.keys import Counts, Wanted
-from shadowsync.embedding.messages import Coded, Sent, pack_coded, tensors_of, unpack_coded, unpack_lookup, unpack_masks
+from shadowsync.embedding.messages import (
+    Coded,
+    Sent,
+    id_type,
+    pack_coded,
+    tensors_of,
+    unpack_coded,
+    unpack_lookup,
+    unpack_masks,
+)
 from shadowsync.embedding.requests import AnyLookup, Lookup, RowLookup, Shapes
-from shadowsync.embedding.saves import SaveMethods
+from shadowsync.embedding.saves import MOST_ROWS, SaveMethods
 from shadowsync.embedding.server import EmbeddingServer, RowStep, check_batch, check_step
 from shadowsync.embedding.storage import StorageCounts
 from shadowsync.embedding.table import Subject, described
@@ -63,6 +73,7 @@ class EmbeddingService(SaveMethods):
         super().__init__(server)
         self._generation, self._plain, self._pull_codec, self._push_codec = generation, Plain(), pull, push
         self._clients = PerClient(lambda: _Client(limits))
+        self._changed = torch.zeros(0, dtype=torch.int64)
 
     def client_gone(self, client: str) -> None:
         self._clients.forget(client)
@@ -159,6 +170,42 @@ class EmbeddingService(SaveMethods):
         held_bytes = self.server.held_bytes
         self.server.commit(step)
         return held_bytes
+
+    # --- for a server that takes this one's place on another machine -------------------------------------------------
+
+    @served()
+    def follow(self) -> None:
+        """From now on it is known which rows change.
+
+        Raises:
+            DataError: rows of this job stay where they are.
+        """
+        self.server.follow()
+
+    @served()
+    def changed(self, shard: int, first: int) -> Tensor:
+        """Numbers of rows of a shard that changed since this was asked last, ascending, from the one at position
+        `first` of them on: 0 looks anew, the rest comes by parts of `MOST_ROWS`. One at a time may ask."""
+        if first == 0:
+            self._changed = self.server.changed(shard)
+        return self._changed[first : first + MOST_ROWS].to(id_type(self.server.shard(shard).table.rows))
+
+    @served()
+    def newest_step(self) -> int:
+        """The global step that was carried out last; −1 for none."""
+        return self.server.held[0]
+
+    @served()
+    def held_gradient(self, position: int) -> tuple[int, RowLookup, tuple[Tensor, ...]] | None:
+        """The one at that position among the gradients that wait for a global step, with the number of its batch; None
+        beyond the last. Nobody adds or takes any meanwhile."""
+        held = self.server.held[1]
+        if not 0 <= position < len(held):
+            return None
+        batch, (lookup, gradients) = held[position]
+        return batch, lookup, gradients
+
+    # --- global steps ------------------------------------------------------------------------------------------------
 
     @served()
     def forget_held(self, stepped: int, generation: int) -> None:

@@ -276,6 +276,18 @@ class RowWatches:
             self._tell()
             return watch.pick(self._counts[shard], self._weights[shard])
 
+    def take(self, shard: int) -> Tensor | None:
+        """The rows of a shard that changed since they were taken last, int64 `[K]`, which are copied after this; None
+        where nobody knows. Not beside saves."""
+        watch = self._watches[shard]
+        if watch is None:
+            return None
+        with self.turn:
+            self._tell()
+            rows = watch.pick(self._counts[shard], self._weights[shard])
+            watch.saved(rows, None)
+            return rows
+
     def saved(self, save: int, shard: int, rows: Tensor, weights: Tensor | None) -> bool:
         """As `RowPriority.saved`; false if another save has begun since, so that this one is of no interest."""
         watch = self._watches[shard]

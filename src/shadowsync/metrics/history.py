@@ -21,6 +21,7 @@ Event = Literal[
     "left",
     "decided",
     "waiting",
+    "moved",
 ]
 About = Literal["", "codec"]
 

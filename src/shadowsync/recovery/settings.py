@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from shadowsync.checkpoint.values import EXACT, row_values
-from shadowsync.config import RecoveryConfig
+from shadowsync.config import ClusterConfig, RecoveryConfig
 from shadowsync.embedding.watching import RowPriority, RowTracking, exactly
 from shadowsync.errors import ConfigError
 from shadowsync.recovery.failures import FailureTimes, parse_schedules
 from shadowsync.recovery.policy import AUTO, Goal, policies
+from shadowsync.recovery.priority import EveryRow
 from shadowsync.recovery.scheduler import Priors
 from shadowsync.registry import choose
 
@@ -77,6 +78,11 @@ def recovery_settings(config: RecoveryConfig, runtime: str) -> RecoverySettings:
         schedules=schedules,
         job_s=config.emulate_job_s,
     )
+
+
+def moving_rows(cluster: ClusterConfig, seed: int) -> RowTracking | None:
+    """What follows rows on their way to another machine; None where they stay, and nothing is to be paid for it."""
+    return None if cluster.max_servers is None else RowTracking(EveryRow, 1.0, 1, seed)
 
 
 def row_tracking(settings: RecoverySettings, seed: int, values: str = EXACT) -> RowTracking | None:

@@ -1,0 +1,99 @@
+"""An embedding server that takes the place of one on another machine, while that one goes on being trained.
+
+The rows are copied as they are, then again those that changed meanwhile, as often as there are many; the last ones,
+and what else a server keeps, while everybody stands still. So nothing of what was pushed is lost or done twice, and
+training waits for the rows of a moment, not for the table.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shadowsync.compression.codec import Codec
+from shadowsync.embedding.messages import as_int64, id_type
+from shadowsync.embedding.saves import CHUNK_BYTES, MOST_ROWS, SaveMethods, in_order, read_rows
+from shadowsync.embedding.server import EmbeddingServer
+from shadowsync.embedding.service import EmbeddingService
+from shadowsync.embedding.table import RowSet
+from shadowsync.rpc.connection import Connection
+from shadowsync.rpc.served import ask, later, served
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What has crossed: rows, and the bytes of all that belongs to them."""
+
+    rows: int
+    bytes: int
+
+    def plus(self, other: "Copied") -> "Copied":
+        return Copied(self.rows + other.rows, self.bytes + other.bytes)
+
+
+class ArrivingService(EmbeddingService):
+    """Serves a server whose rows are to become those of another one, and afterwards as any.
+
+    Args:
+        server: all of whose rows are to come; they are zero.
+        source: the way to the `EmbeddingService` that has them.
+        pull, push, generation: as `EmbeddingService` has them.
+    """
+
+    def __init__(
+        self, server: EmbeddingServer, source: Connection, pull: Codec, push: Codec, generation: int = 0
+    ) -> None:
+        super().__init__(server, pull, push, generation=generation)
+        self._source = source
+
+    @served()
+    def take_all(self) -> Copied:
+        """Copies every row, each as of one moment; from the beginning on it is known which of them change."""
+        ask(self._source, EmbeddingService.follow)
+        copied = Copied(0, 0)
+        for rows in read_rows(self._source, self.server.shards):
+            self.server.load([rows], partial=True)
+            copied = copied.plus(Copied(rows.stop - rows.start, _bytes(rows.tensors.values())))
+        return copied
+
+    @served()
+    def take_changed(self) -> Copied:
+        """Copies the rows that have changed since they were copied last."""
+        copied = Copied(0, 0)
+        for index, shard in enumerate(self.server.shards):
+            for numbers in self._numbers(index):
+                step = max(1, CHUNK_BYTES // (4 * shard.table.dim))
+                parts = [numbers[first : first + step] for first in range(0, len(numbers), step)]
+                narrow = id_type(shard.table.rows)
+                asked = (later(self._source, SaveMethods.singles, None, index, part.to(narrow)) for part in parts)
+                for part, tensors in zip(parts, in_order(asked), strict=True):
+                    self.server.load([RowSet(shard.table, shard.start, shard.stop, part, tensors)], partial=True)
+                    copied = copied.plus(Copied(len(part), _bytes(tensors.values())))
+        return copied
+
+    @served()
+    def take_over(self) -> Copied:
+        """As `take_changed`, when nobody changes anything any more; and all that is not in the rows. This server then
+        is what the other one was, but that none of its rows count as saved."""
+        copied = self.take_changed()
+        self.server.take_over(ask(self._source, EmbeddingService.key_counts))
+        stepped = ask(self._source, EmbeddingService.newest_step)
+        self.server.forget_held(stepped)
+        position = 0
+        while (held := ask(self._source, EmbeddingService.held_gradient, position)) is not None:
+            batch, lookup, gradients = held
+            self.server.hold(batch, lookup, gradients)
+            position += 1
+        return copied
+
+    def _numbers(self, index: int) -> Iterator[Tensor]:
+        first = 0
+        while len(numbers := as_int64(ask(self._source, EmbeddingService.changed, index, first))):
+            yield numbers
+            first += len(numbers)
+            if len(numbers) < MOST_ROWS:
+                return
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

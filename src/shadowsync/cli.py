@@ -223,7 +223,9 @@ def report(
 @app.command()
 def drain(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run that is going on.")],
-    machines: Annotated[list[str], typer.Argument(metavar="MACHINE…", help="Their names, as roles.json has them.")],
+    machines: Annotated[
+        list[str], typer.Argument(metavar="MACHINE…", help="Their names or ids, as DIR/roles.json has them.")
+    ],
     stay: Annotated[bool, typer.Option("--stay", help="They are not to be shut down after all.")] = False,
     wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="How long to wait until they are empty.")] = 3600.0,
 ) -> None:

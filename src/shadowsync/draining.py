@@ -16,6 +16,7 @@ LOOK_S = 0.5
 
 class _Place(msgspec.Struct):
     host: str
+    machine: str = ""
 
 
 def forget(out: Path) -> None:
@@ -45,10 +46,12 @@ def ask_to_leave(out: Path, machines: Collection[str], stay: bool = False) -> tu
     """The run is to leave these machines, too, or to `stay` there after all; all that it is to leave now.
 
     Raises:
-        ConfigError: there is no run in that folder, or none with roles on several machines.
+        ConfigError: there is no run in that folder, or none with roles on several machines, or on these.
         SaveError: it cannot be written there.
     """
-    _hosts(out)
+    there = {name for place in _places(out).values() for name in (place.host, place.machine)}
+    if not stay and (unknown := next((name for name in machines if name not in there), None)) is not None:
+        raise ConfigError(f"no role of the run is on {unknown}; there are some on {', '.join(sorted(there - {''}))}")
     before = to_leave(out)
     kept = [name for name in before if not (stay and name in machines)]
     wanted = tuple(dict.fromkeys([*kept, *([] if stay else machines)]))
@@ -60,19 +63,18 @@ def wait_until_left(out: Path, machines: Collection[str], timeout_s: float) -> l
     """Waits until the run has no role on these machines; roles that are still there after that time."""
     until = time.monotonic() + timeout_s
     while True:
-        left = sorted(role for role, host in _hosts(out).items() if host in machines)
+        left = sorted(role for role, place in _places(out).items() if {place.host, place.machine} & set(machines))
         if not left or time.monotonic() > until:
             return left
         time.sleep(LOOK_S)
 
 
-def _hosts(out: Path) -> dict[str, str]:
-    """The machine of each role of a run, by name."""
+def _places(out: Path) -> dict[str, _Place]:
+    """Where each role of a run is."""
     path = out / _ROLES
     if not path.exists():
         raise ConfigError(f"{out} is not the folder of a run with roles on several machines: it has no {_ROLES}")
     try:
-        places = msgspec.json.decode(read_bytes(path, "it was there a moment ago"), type=dict[str, _Place])
+        return msgspec.json.decode(read_bytes(path, "it was there a moment ago"), type=dict[str, _Place])
     except msgspec.DecodeError as error:
         raise DataError(f"{path} does not say where roles are: {error}") from error
-    return {role: place.host for role, place in places.items()}

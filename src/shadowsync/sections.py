@@ -135,4 +135,5 @@ def _recovery(session: Session, keeping: RecoveryController, load_s: float) -> r
         rounds=keeping.rounds if settings.saves else None,
         server_failures=keeping.server_failures if settings.saves else None,
         lost_servers=keeping.lost_servers if settings.saves else None,
+        moves=session.moves,
     )

@@ -464,7 +464,7 @@ def test_a_run_says_where_its_roles_are_and_what_happened_to_them(tmp_path: Path
     roles = ["dense-0", "embedding-0", "embedding-1", "reader-0", "reader-1", "trainer-0", "trainer-1"]
     places = json.loads((out / "roles.json").read_text())
     assert sorted(places) == roles
-    assert all(place["incarnation"] == 0 and place["host"] == "here" for place in places.values())
+    assert all(place["incarnation"] == 0 and place["host"].startswith("machine-") for place in places.values())
     events = events_of(out)
     assert sorted(set(events) - {"driver"}) == roles
     assert all(events[role] == ["alive"] for role in roles)

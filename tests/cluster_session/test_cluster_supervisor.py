@@ -142,7 +142,13 @@ def test_who_is_launched_is_there_and_in_order(job: Fixture) -> None:
     assert job.told()[0] == ("trainer-10", "alive", "somewhere")
     places = job.supervisor.places()
     assert list(places) == sorted(["trainer-10", "trainer-9", "reader-0", "embedding-1"])
-    assert places["reader-0"] == {"pid": 2, "host": "somewhere", "incarnation": 0, "log": "/logs/2"}
+    assert places["reader-0"] == {
+        "pid": 2,
+        "host": "somewhere",
+        "machine": "machine-0",
+        "incarnation": 0,
+        "log": "/logs/2",
+    }
     assert all(place["incarnation"] == 0 for place in places.values())
 
 

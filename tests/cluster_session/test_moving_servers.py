@@ -102,7 +102,7 @@ def test_a_server_moves_onto_a_machine_that_comes_and_nothing_is_changed_by_it(
     result = Job(beside_own_model(config_of()), model=Tower(), out=out, failures=comes_and_moves(cluster)).run()
     assert result.data.trained_samples == ROWS * EPOCHS
     assert result.recovery.failures == 0
-    assert len(moved(out)) == 1
+    assert result.recovery.moves == len(moved(out)) == 1
     assert "standing still" in moved(out)[0]
     before, after = everything(still), everything(out)
     assert before.keys() == after.keys()
@@ -145,7 +145,8 @@ def comes_and_moves(cluster: Cluster) -> Script:
         assert isinstance(runtime, Named)
         runtime.come()
 
-    return Script(come, lambda: any(cluster.happened(f"embedding-{index}", "moved") for index in range(2)))
+    seen = [(f"embedding-{index}", event) for index in range(2) for event in ("moved", "restored")]
+    return Script(come, lambda: any(cluster.happened(*each) for each in seen))
 
 
 @pytest.mark.parametrize("method", ["easgd", "ma", "gba", "sync"])
@@ -156,7 +157,11 @@ def test_a_machine_that_is_to_be_shut_down_is_emptied_of_all_roles(
     """And everything goes on elsewhere, with every row trained as often as there are epochs."""
     out, ledger = tmp_path / "out", Ledger()
     cluster.make = lambda: Named(JobKeys.make(), 2, shares_memory=shares)
-    sections = {"train": {"trainers": 4}, "data": {"epochs": 6}, "cluster": {"dense_servers": 1 if method == "ma" else 2}}
+    sections = {
+        "train": {"trainers": 4},
+        "data": {"epochs": 6},
+        "cluster": {"dense_servers": 1 if method == "ma" else 2},
+    }
     config = moving_settings(tmp_path, **sections)
     if method in ("gba", "sync"):
         config = by_gradients(config, method)

@@ -1,4 +1,4 @@
-"""A server that takes another one's place: row for row what that one was, whatever was pushed while rows were copied."""
+"""A server that takes another one's place: row for row what that one was, whatever was pushed meanwhile."""
 
 import threading
 
@@ -190,5 +190,5 @@ def test_keys_and_their_rows_move_whatever_comes_and_goes_meanwhile(seed, steps,
 def test_rows_of_a_job_whose_servers_stay_are_not_followed():
     source = EmbeddingServer(SHARDS, TorchStorage, ADAGRAD, 3)
     target = EmbeddingServer(SHARDS, TorchStorage, ADAGRAD, None)
-    with pytest.raises(DataError, match="set cluster.max_servers"):
+    with pytest.raises(DataError, match=r"set cluster\.max_servers"):
         arriving(source, target).take_all()

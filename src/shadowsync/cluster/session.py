@@ -804,6 +804,11 @@ class Session:
     def failures(self) -> int:
         return self._failures
 
+    @property
+    def moves(self) -> int | None:
+        """Servers that have changed their machine; None where they stay."""
+        return None if self.config.cluster.max_servers is None else self._moves.done
+
     def computing(self) -> list[Computing]:
         """How workers compute, each way once; nothing as long as no trainer has said so."""
         return self._manager.statuses.computing()

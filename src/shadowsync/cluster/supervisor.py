@@ -207,7 +207,13 @@ class Supervisor:
         """Where the members are, but for those that left, by role, as in `roles.json`; `log` is empty where a role has
         none of its own."""
         return {
-            role: {"pid": end.pid, "host": end.host, "incarnation": member.incarnation, "log": end.log}
+            role: {
+                "pid": end.pid,
+                "host": end.host,
+                "machine": end.machine,
+                "incarnation": member.incarnation,
+                "log": end.log,
+            }
             for role, member in sorted(self.members.copy().items())
             for end in [member.endpoint]
             if member.state != "left"

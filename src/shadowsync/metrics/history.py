@@ -132,7 +132,8 @@ class RoleEvent(msgspec.Struct, frozen=True, omit_defaults=True):
         event: `restarted` says that a new process has taken the role's place; it is at work again with the `restored`
             or `alive` that follows. `left` says that it ended as it should; `decided` that the driver chose what
             happens after failures, or another gradient method, or that a trainer chose another codec, which changes
-            nobody's state. `waiting` says that it has had no answer for too long, and to what.
+            nobody's state. `waiting` says that it has had no answer for too long, and to what. `moved` says that a
+            server is on another machine now, or (the driver's) that a machine is empty.
         detail: a few words on why or where, for a person.
         about: of what is `decided`, `codec` where it is a codec; everything else is about recovery or methods.
     """

@@ -592,6 +592,7 @@ OF_RECOVERY = (
     Final("recovery.interval_s", _interval_name, "at the end of the run, from start to start", _interval),
     Final("recovery.saves", "checkpoints", "written since the last start", words.count),
     Final("recovery.failures", "failures", "roles that died since the last start", words.count),
+    Final("recovery.moves", "moves", "of servers to other machines since the last start", _some(words.count)),
     Final("recovery.pls", "PLS", "portion of lost samples, resumes included", "{:.3g}".format),
     Final("recovery.target_pls", "target PLS", "what it is expected to come to, at most", _some("{:g}".format)),
     Final("recovery.emulated_job_s", "emulated job", "for which this run stands", _some(spoken)),

@@ -266,6 +266,7 @@ class RecoverySection(_ResultSection, frozen=True):
         rounds: saves of everything; by priority it takes several of the `saves` to come to one.
         server_failures: those of the `failures` that took embedding servers, several at once counted as one.
         lost_servers: embedding servers that one of those took, on average.
+        moves: servers that changed their machine while training went on; None where they stay.
     """
 
     failures: int
@@ -281,6 +282,7 @@ class RecoverySection(_ResultSection, frozen=True):
     rounds: int | None = None
     server_failures: int | None = None
     lost_servers: float | None = None
+    moves: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -82,6 +82,18 @@ def only_writer(folder: Path) -> Iterator[None]:
                 empty.rmdir()
 
 
+def is_written(folder: Path) -> bool:
+    """Somebody is in a block of `only_writer` with this folder; where a file system has no locks, perhaps."""
+    try:
+        with (folder / LOCK_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
+    return False
+
+
 def _locked(path: Path) -> IO[str]:
     """The lock file, held and with its holder written into it; a run's folder may come from anybody, so that nothing
     is written through a link."""

@@ -291,6 +291,9 @@ def test_rows_stay_where_little_is_gained() -> None:
     assert Moving([machine("a"), machine("b")], [(rows(0, 8), "a"), (rows(1, 0.1), "a")]).next() is None
     assert Moving([machine("a"), machine("b", gib=0.5)], [(rows(0, 2), "a"), (rows(1, 1), "a")]).next() is None
     assert Moving([machine("a")], [(rows(0, 2), "a"), (rows(1, 1), "a")]).next() is None
+    apart = [(rows(0, 8), "a"), (rows(1, 8), "b")]
+    assert Moving([machine("a"), machine("b", gib=64)], apart).next() == ("embedding-0", "a", "b")
+    assert Moving([machine("a"), machine("b", gib=64)], apart).next(fewest=2) is None
     assert Moving([machine("a")], [(need("trainer-0"), "a")]).next() is None
 
 
@@ -312,18 +315,27 @@ def test_nobody_is_put_on_a_machine_that_is_to_be_shut_down() -> None:
     assert {order.machine for wanted in trainers(3) if (order := places.put(wanted)) is not None} == {"b"}
     back = replace(places.request(rows(1, 1)), machine="a")
     assert places.scheduler.put(back) is not None, "but what is in the memory there is found there"
+    full = Moving([machine("a"), machine("b")], [(rows(0, 1), "b")], ["a"], most=1)
+    assert full.scheduler.put(back) is not None
 
 
-def test_trainers_go_where_another_stays_or_finds_a_place() -> None:
+def test_trainers_go_where_others_stay_from_which_they_can_go_on() -> None:
     guests = [(need("trainer-0"), "a"), (need("reader-0"), "a")]
+    machines = [machine("a"), machine("b")]
 
-    def let_go(machines: Sequence[Machine], placed: Sequence[tuple[Need, str]]) -> list[str]:
-        return [request.role for request in Moving(machines, placed, ["a"]).scheduler.to_let_go()]
+    def let_go(placed: Sequence[tuple[Need, str]], fewest: int = 1, with_trainers: bool = True) -> list[str]:
+        scheduler = Moving(machines, placed, ["a"]).scheduler
+        return [request.role for request in scheduler.to_let_go(fewest, with_trainers)]
 
-    assert let_go([machine("a"), machine("b")], guests) == ["trainer-0", "reader-0"]
-    assert let_go([machine("a"), machine("b", cpus=0)], guests) == []
-    there = (need("trainer-1"), "b")
-    assert let_go([machine("a"), machine("b", cpus=1)], [*guests, there]) == ["trainer-0", "reader-0"]
+    assert let_go(guests) == [], "nobody is left from whom it could go on"
+    assert let_go(guests, with_trainers=False) == ["trainer-0"]
+    both = [*guests, (need("trainer-1"), "b")]
+    assert let_go(both) == ["trainer-0", "reader-0"]
+    assert let_go(both, fewest=2) == ["trainer-0"], "and the reader when another is there"
+    machines = [machine("a"), machine("b", cpus=1)]
+    assert let_go(both, fewest=2) == [], "no room elsewhere"
+    assert let_go(guests[1:]) == []
+    assert let_go([guests[1], both[2]]) == ["reader-0"]
 
 
 @given(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cluster_jobs import Cluster, Tower, cluster_settings, events_of, everything, soon
-from job_helpers import ROWS, Ledger, Witness, beside_own_model, by_gradients, error_of, write_rows
+from job_helpers import ROWS, Ledger, Witness, beside_own_model, by_gradients, error_of, fails, write_rows
 from wired_roles import Wired
 
 from shadowsync import Job
 from shadowsync.cluster import manager, moves
-from shadowsync.draining import ask_to_leave
+from shadowsync.draining import ask_to_leave, wait_until_left
 from shadowsync.embedding.moving import ArrivingService
 from shadowsync.errors import ConfigError
 from shadowsync.report.files import read_events
@@ -245,7 +245,12 @@ def test_what_cannot_be_emptied_is_said(tmp_path: Path, cluster: Cluster) -> Non
     cluster.make = lambda: Named(JobKeys.make(), 2)
     config = moving_settings(tmp_path, data={"epochs": 4})
     del config["cluster"]["max_servers"]
-    script = Script(lambda: ask_to_leave(out, ["machine-0"]) and None, lambda: bool(decided(out, "machine-0")))
+
+    def ask() -> None:
+        fails(lambda: ask_to_leave(out, ["machine-0"]), ConfigError, "stay where they are, as cluster.max_servers")
+        (out / "drain.json").write_text('["machine-0"]')
+
+    script = Script(ask, lambda: bool(decided(out, "machine-0")))
     Job(beside_own_model(config), model=Tower(), out=out, failures=script).run()
     assert decided(out, "machine-0 cannot be emptied: this job's servers stay where they are")
     assert not moved(out)
@@ -276,3 +281,77 @@ def test_too_few_machines_for_the_start(tmp_path: Path, cluster: Cluster) -> Non
     config = moving_settings(tmp_path, cluster={"min_servers": 2})
     error = error_of(lambda: Job(beside_own_model(config), model=Tower(), out=tmp_path / "out").run())
     assert "cluster.min_servers=2 and there is room for embedding servers on 1 machine(s) only" in str(error)
+
+
+def test_the_memory_of_a_dense_server_that_has_moved_holds_the_central_copy(
+    tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers of its machine that start later exchange with it there."""
+    out, held = tmp_path / "out", dict[str, bool]()
+    tell_of_move = manager.ClusterManager.tell_of_move
+
+    def told(self: manager.ClusterManager, server: Any) -> None:
+        tell_of_move(self, server)
+        held[server.role] = any(self.memory[server.role].read())
+
+    monkeypatch.setattr(manager.ClusterManager, "tell_of_move", told)
+    cluster.make = lambda: Named(JobKeys.make(), 2, shares_memory=True)
+    config = moving_settings(tmp_path, train={"trainers": 2}, data={"epochs": 6}) | {"sync": {"method": "easgd"}}
+    leaving: list[str] = []
+
+    def leave() -> None:
+        leaving.append(places_of(out)["dense-0"])
+        ask_to_leave(out, leaving)
+
+    script = Script(leave, lambda: bool(leaving) and bool(moved(out)) and "is empty" in moved(out)[-1])
+    Job(beside_own_model(config), model=Tower(), out=out, failures=script).run()
+    assert held["dense-0"]
+    assert all(held.values())
+
+
+def test_the_only_trainer_stays_until_another_is_there(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "out"
+    cluster.make = lambda: Named(JobKeys.make(), 2)
+    config = moving_settings(tmp_path, data={"epochs": 4})
+    script = Script(
+        lambda: ask_to_leave(out, [places_of(out)["trainer-0"]]) and None,
+        lambda: cluster.happened("driver", "waiting"),
+    )
+    result = Job(beside_own_model(config), model=Tower(), out=out, failures=script).run()
+    assert result.recovery.failures == 0
+    (told,) = {event.detail for event in read_events(out) if event.event == "waiting" and event.role == "driver"}
+    assert "for trainer-0 there is no room elsewhere, or no other trainer" in told
+    assert "cluster.max_trainers" in told
+
+
+DAMAGED = ["{", '["a", 1]', '["\xff"]', "[" + " " * (1 << 20) + "]"]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=["cut", "numbers", "no text", "too long"])
+def test_a_damaged_word_in_the_folder_is_told_once_and_ends_nothing(
+    tmp_path: Path, cluster: Cluster, content: str
+) -> None:
+    out = tmp_path / "out"
+    cluster.make = lambda: Named(JobKeys.make(), 1)
+
+    def damage() -> None:
+        (out / "drain.json").write_bytes(content.encode("latin-1"))
+
+    script = Script(damage, lambda: bool(decided(out, "does not name machines to leave")))
+    Job(beside_own_model(moving_settings(tmp_path)), model=Tower(), out=out, failures=script).run()
+    assert len(decided(out, "does not name machines to leave")) == 1
+
+
+def test_what_the_command_refuses(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "out"
+    fails(lambda: ask_to_leave(out, ["machine-0"]), ConfigError, "is not the folder of a run")
+    cluster.make = lambda: Named(JobKeys.make(), 1)
+
+    def ask() -> None:
+        fails(lambda: ask_to_leave(out, ["mashine-0"]), ConfigError, "no role of the run is on mashine-0", "machine-0")
+        assert ask_to_leave(out, ["machine-0"]) == ("machine-0",)
+        assert ask_to_leave(out, ["machine-0"], stay=True) == ()
+
+    Job(beside_own_model(moving_settings(tmp_path)), model=Tower(), out=out, failures=Script(ask, lambda: True)).run()
+    fails(lambda: ask_to_leave(out, ["machine-0"]), ConfigError, "no run is going on in")
+    fails(lambda: wait_until_left(out, ["machine-0"], 1.0), ConfigError, "no run is going on in")

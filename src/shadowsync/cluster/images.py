@@ -142,6 +142,11 @@ class Images:
         self._manager.all_at_once([partial(tell, index, save) for index, save in self._saves.items()])
         return 0.0 if self._manager.spec.direct else sum(costs_s.values())  # of this thread the saver knows
 
+    @property
+    def is_read(self) -> bool:
+        """Somebody has copies of `changed_rows` or `rows_beside`, which may not have been made yet."""
+        return self._first is not None and self._first() is not None
+
     def load_rows(self, saved: LoadedCheckpoint) -> None:
         """Fills all rows, as `Session.load_rows`."""
         match_tables(saved.tables, self._manager.spec.job.tables)

@@ -29,7 +29,7 @@ from shadowsync.embedding.keys import parts_of as parts_of_keys
 from shadowsync.embedding.placement import row_bytes
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import Shard
-from shadowsync.errors import ConfigError, RunError
+from shadowsync.errors import ConfigError, RunError, ShadowSyncError
 from shadowsync.memory.shared import FileBeside, bytes_of
 from shadowsync.recovery.settings import moving_rows, row_tracking
 from shadowsync.rpc.connection import Direct
@@ -236,7 +236,8 @@ class ClusterManager:
         self.reader_count = self.spec.job.config.cluster.readers or scheduler.machines_of("trainer")
         readers = [self.request(f"reader-{index}") for index in range(self.reader_count)]
         requests += [self._placed(scheduler, request) for request in readers]
-        self._runtime.reserve(requests, RESERVE_S)
+        if self.spec.job.config.cluster.max_servers is None:  # else a machine that is emptied has to be given back
+            self._runtime.reserve(requests, RESERVE_S)
         self.launch(requests)
 
     def _placed(self, scheduler: Scheduler, request: LaunchRequest) -> LaunchRequest:
@@ -267,17 +268,19 @@ class ClusterManager:
 
         self.all_at_once([partial(start, request) for request in requests])
 
-    def scheduler(self) -> Scheduler:
+    def scheduler(self, avoided: Collection[str] = ()) -> Scheduler:
         everybody = [*self.supervisor.members.copy().values(), *self.supervisor.coming.copy().values()]
-        return self._scheduler([self.placed(member) for member in everybody if member.living])
+        return self._scheduler([self.placed(member) for member in everybody if member.living], avoided)
 
-    def _scheduler(self, placed: Sequence[LaunchRequest] = ()) -> Scheduler:
-        return Scheduler(self._runtime.machines(), placed, self.leaving, self.spec.job.config.cluster.max_servers)
+    def _scheduler(self, placed: Sequence[LaunchRequest] = (), avoided: Collection[str] = ()) -> Scheduler:
+        most = self.spec.job.config.cluster.max_servers
+        return Scheduler(self._runtime.machines(), placed, self.leaving, most, avoided)
 
-    def leave(self, names: Collection[str]) -> None:
-        """Machines of these names or ids are to be shut down, and no others."""
+    def leave(self, names: Collection[str]) -> Collection[str]:
+        """Machines of these names or ids are to be shut down, and no others; the names of which there is none."""
         machines = self._runtime.machines() if names else ()
         self.leaving = frozenset(machine.id for machine in machines if {machine.id, machine.name} & set(names))
+        return set(names) - {name for machine in machines for name in (machine.id, machine.name)}
 
     def name_of(self, machine: str) -> str:
         return next((found.name for found in self._runtime.machines() if found.id == machine), machine)
@@ -517,35 +520,42 @@ class ClusterManager:
     # --- news for trainers -------------------------------------------------------------------------------------------
 
     def tell_of(self, server: Member) -> None:
-        """Every trainer hears where a server is now; of a reader, which one is its own."""
+        """Every trainer hears where a server is that took a dead one's place; of a reader, which one is its own."""
         for trainer in self.trainers():
-            self._tell(trainer, self.reader_of(trainer) if server.kind == "reader" else server)
+            found = self.reader_of(trainer) if server.kind == "reader" else server
+            index = 0 if server.kind == "reader" else server.index
+            later(trainer.connection, TrainerPart.moved, server.kind, index, found.endpoint.address)
 
     def tell_replacement(self, trainer: Member) -> None:
-        """A trainer hears of servers that were replaced while its part was built."""
-        for server in self.serving("embedding"):
-            self._reach(trainer, server)
-        for server in [*self.serving("dense"), self.reader_of(trainer)]:
-            self._tell(trainer, server)
+        """A trainer has heard of servers that were replaced while its part was built when this returns.
+
+        Raises:
+            PeerLost: it does not.
+        """
+        servers = [*self.serving("embedding"), *self.serving("dense"), self.reader_of(trainer)]
+        for answer in [self._tell(trainer, server) for server in servers]:
+            try:
+                answer.result(TOLD_S)
+            except (ShadowSyncError, TimeoutError) as error:
+                raise PeerLost(f"{trainer.role} does not reach the servers: {error}") from error
 
     def tell_of_move(self, server: Member) -> None:
-        """Every trainer at work, all of which stand still, reaches an embedding server at its new place when this
-        returns; who does not hear of it is given up."""
+        """Every trainer at work, all of which stand still, reaches a server at its new place when this returns; who
+        does not hear of it is given up."""
         trainers = self.statuses.at_work()
-        told = [self._reach(trainer, server) for trainer in trainers]
+        told = [self._tell(trainer, server) for trainer in trainers]
         for trainer, answer in zip(trainers, told, strict=True):
             try:
                 answer.result(TOLD_S)
-            except (*GONE, TimeoutError) as error:
+            except (ShadowSyncError, TimeoutError) as error:
                 self.supervisor.give_up(trainer, f"it did not hear that {server.role} is on another machine: {error}")
 
-    def _reach(self, trainer: Member, server: Member) -> Pending[None]:
-        return later(trainer.connection, TrainerPart.reach, server.index, self.address(server, trainer))
-
-    def _tell(self, trainer: Member, server: Member) -> None:
+    def _tell(self, trainer: Member, server: Member) -> Pending[None]:
+        """One that has no part yet is told when it has one."""
+        if server.kind == "embedding":
+            return later(trainer.connection, TrainerPart.reach, server.index, self.address(server, trainer))
         index = 0 if server.kind == "reader" else server.index
-        # one that has no part yet is told when it has one
-        later(trainer.connection, TrainerPart.moved, server.kind, index, server.endpoint.address)
+        return later(trainer.connection, TrainerPart.moved, server.kind, index, server.endpoint.address)
 
     def ask_to_start(self, trainer: Member) -> None:
         """One that cannot start is given up; who is gone is found by the supervisor."""

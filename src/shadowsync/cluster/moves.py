@@ -7,28 +7,29 @@ moment; then everybody goes on with the other process. Whatever fails before tha
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from shadowsync.cluster.context import EventLog
 from shadowsync.cluster.manager import ClusterManager
-from shadowsync.cluster.roles import ROLES
+from shadowsync.cluster.roles import ROLES, MovableRole
+from shadowsync.cluster.scheduler import Scheduler
 from shadowsync.cluster.supervisor import Member
-from shadowsync.data.reader import Reader
 from shadowsync.embedding.moving import Copied
 from shadowsync.errors import ShadowSyncError
-from shadowsync.rpc.errors import PeerLost
+from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.runtime.runtime import HeldMemory, LaunchRequest
 
 LOOK_S = 2.0
 RETRY_S = 10.0
-"""After a move that failed: what it failed of is to be over, and it is not to be the only thing that happens."""
-PAUSES = 5
+"""After a move that failed; its machine is left alone twice as long each time."""
+PAUSES = 30
 """How often everybody is asked to stand still for a move before it counts as failed."""
 PAUSE_S = 1.0
 """Between two of these."""
+SAVE_S, LOOK_AGAIN_S = 120.0, 0.1
 
 
 @dataclass
@@ -52,15 +53,23 @@ class Moves:
     still: Callable[[], AbstractContextManager[None]]
     wake: Callable[[], None]
     done: int = 0
+    _names: frozenset[str] = frozenset()
     _under_way: Future[None] | None = None
     _role: str = ""
     _target: Member | None = None
     _called_off: bool = False
     _look_at: float = 0.0
+    _avoided: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By machine, until when nothing is tried there, and for how long it was not."""
     _told: frozenset[str] = frozenset()
+    _why_not: str = ""
     _closing: threading.Event = field(default_factory=threading.Event)
 
-    def look(self, now: float, reader: Reader) -> None:
+    def leave(self, names: Collection[str]) -> None:
+        """Machines of these names or ids are to be shut down, and no others; seen to with the next `look`."""
+        self._names = frozenset(names)
+
+    def look(self, now: float) -> None:
         """Begins what is due; for times at which everybody is there, and training."""
         if self._under_way is not None and self._under_way.done():
             over, self._under_way = self._under_way, None
@@ -68,22 +77,18 @@ class Moves:
         if self._under_way is not None or self._closing.is_set() or now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        scheduler, manager = self.manager.scheduler(), self.manager
-        found = scheduler.next_move(manager.spec.job.config.cluster.min_servers)
-        if found is not None:
-            source = manager.supervisor.members[found[0].role]
-            self._begin(source.role, lambda: self._move(source, found[1], reader))
-        elif (guests := scheduler.to_let_go()) and not scheduler.leavers("embedding"):
+        unknown = self.manager.leave(self._names)
+        scheduler = self.manager.scheduler([machine for machine, (until, _) in self._avoided.items() if now < until])
+        cluster, with_trainers = self.manager.spec.job.config.cluster, self.manager.dense.is_with_trainers
+        if (found := scheduler.next_move(cluster.min_servers)) is not None:
+            source = self.manager.supervisor.members[found[0].role]
+            self._begin(source.role, lambda: self._move(source, found[1]))
+        elif not scheduler.leavers("embedding") and (
+            guests := scheduler.to_let_go(cluster.min_trainers, with_trainers)
+        ):
             self._begin("", lambda: self._let_go(guests))
-        elif not scheduler.leavers("embedding", "dense", "trainer", "reader"):
-            for machine in sorted(manager.leaving - self._told):
-                self.events.add("driver", "moved", f"{manager.name_of(machine)} is empty and may be shut down")
-            self._told = manager.leaving
-
-    @property
-    def under_way(self) -> list[Future[None]]:
-        """That which is, if one is."""
-        return [] if self._under_way is None else [self._under_way]
+        else:
+            self._tell_how_it_is(scheduler, unknown)
 
     def abort(self, role: str | None = None) -> None:
         """The move of that role, or whichever is under way, is not to go on."""
@@ -93,22 +98,32 @@ class Moves:
                 self.manager.supervisor.dismiss(target)
 
     def end(self) -> None:
-        """None is under way when this returns."""
+        """None changes anything any more when this returns; a process that was about to start may, and is ended."""
         self.abort()
-        wait(self.under_way)
+        if self._target is not None:
+            wait(self.under_way)
 
     def close(self) -> None:
         """No more of them; returns when the last one is over."""
         self._closing.set()
-        self.end()
+        self.abort()
+        wait(self.under_way)
+
+    @property
+    def under_way(self) -> list[Future[None]]:
+        """That which is, if one is."""
+        return [] if self._under_way is None else [self._under_way]
 
     def _begin(self, role: str, act: Callable[[], None]) -> None:
         self._role, self._called_off = role, False
         self._under_way = self.pool.submit(act)
         self._under_way.add_done_callback(lambda _: self.wake())
 
-    def _move(self, source: Member, launch: LaunchRequest, reader: Reader) -> None:
+    # --- a server ----------------------------------------------------------------------------------------------------
+
+    def _move(self, source: Member, launch: LaunchRequest) -> None:
         began, role, manager = time.monotonic(), ROLES[source.kind], self.manager
+        assert isinstance(role, MovableRole)
         memory: HeldMemory | None = None
         target: Member | None = None
         try:
@@ -116,48 +131,67 @@ class Moves:
             if self._called_off:
                 raise PeerLost("it was called off")
             memory = manager.make_memory(target)
-            copied = role.begin_move(manager, source, target, reader, None if memory is None else memory.path)
-            rest, still_s = self._change_over(source, target, memory)
+            copied = role.begin_move(manager, source, target, None if memory is None else memory.path)
+            rest, still_s = self._change_over(role, source, target, memory)
         except BaseException as error:
-            if target is not None and manager.supervisor.members[source.role] is not target:
+            if target is not None:
                 manager.supervisor.dismiss(target)
                 if memory is not None:
                     memory.close()
             if not isinstance(error, ShadowSyncError):
                 raise
-            self._look_at = time.monotonic() + RETRY_S
-            if not self._called_off:
-                where = manager.name_of(str(launch.machine))
-                self.events.add(source.role, "decided", f"stays where it is, as its way to {where} failed: {error}")
+            self._failed(source, str(launch.machine), error)
             return
         finally:
             self._target = None
         self.done += 1
-        self.events.add(
-            source.role, "moved", _told(source, target, copied.plus(rest), time.monotonic() - began, still_s)
-        )
+        self._avoided.pop(target.endpoint.machine, None)
+        told = _told(source, target, copied.plus(rest), time.monotonic() - began, still_s)
+        self.events.add(source.role, "moved", told)
 
-    def _change_over(self, source: Member, target: Member, memory: HeldMemory | None) -> tuple[Copied, float]:
+    def _change_over(
+        self, role: MovableRole, source: Member, target: Member, memory: HeldMemory | None
+    ) -> tuple[Copied, float]:
         """Everybody goes on with the target; what was copied meanwhile, and the seconds for which everybody stood
-        still."""
-        manager, role = self.manager, ROLES[source.kind]
+        still.
+
+        Raises:
+            PeerLost, CallTimeout: nobody does: one of the two died, or it takes too long.
+        """
+        manager = self.manager
         for attempt in range(PAUSES):
-            began = time.monotonic()
+            self._wait_for_saves()
+            began, entered = time.monotonic(), False
             try:
                 with self.still():
+                    entered = True
                     copied = role.end_move(manager, source, target)
                     before, let_go = manager.take_place(target, memory)
                     role.tell_of_move(manager, target)
-                break
-            except PeerLost:
-                over = not (source.living and target.living) or manager.supervisor.members[source.role] is target
-                if over or attempt == PAUSES - 1 or self._closing.wait(PAUSE_S):
+                    manager.supervisor.dismiss(before)
+                    if let_go is not None:
+                        let_go.close()
+                return copied, time.monotonic() - began
+            except GONE:  # somebody else may have died, or an image been taken
+                over = entered or self._called_off or attempt == PAUSES - 1
+                if over or not (source.living and target.living) or self._closing.wait(PAUSE_S):
                     raise
-        still_s = time.monotonic() - began
-        manager.supervisor.dismiss(before)
-        if let_go is not None:
-            let_go.close()
-        return copied, still_s
+        raise PeerLost("nobody stands still")
+
+    def _wait_for_saves(self) -> None:
+        """One that is being written reads from the server that is there; for a while, as another may follow soon."""
+        until = time.monotonic() + SAVE_S
+        while self.manager.images.is_read and not self._called_off and time.monotonic() < until:
+            self._closing.wait(LOOK_AGAIN_S)
+
+    def _failed(self, source: Member, machine: str, error: ShadowSyncError) -> None:
+        now, (_, before_s) = time.monotonic(), self._avoided.get(machine, (0.0, RETRY_S / 2))
+        self._avoided[machine] = now + 2 * before_s, 2 * before_s
+        if not self._called_off:
+            where = self.manager.name_of(machine)
+            self.events.add(source.role, "decided", f"stays where it is, as its way to {where} failed: {error}")
+
+    # --- machines ----------------------------------------------------------------------------------------------------
 
     def _let_go(self, guests: Sequence[LaunchRequest]) -> None:
         """Ends trainers and readers whose machine is to be shut down, while everybody stands still, so that all that
@@ -169,6 +203,32 @@ class Moves:
                     self.manager.supervisor.give_up(member, "its machine is to be shut down", asked=True)
         except PeerLost:
             self._look_at = time.monotonic() + RETRY_S
+
+    def _tell_how_it_is(self, scheduler: Scheduler, unknown: Collection[str]) -> None:
+        """Which machines are empty, and why others are not."""
+        left = scheduler.leavers("embedding", "trainer", "reader", "dense")
+        occupied = {str(request.machine) for request in left}
+        for machine in sorted(self.manager.leaving - occupied - self._told):
+            self.events.add("driver", "moved", f"{self.manager.name_of(machine)} is empty and may be shut down")
+        self._told = self.manager.leaving - occupied
+        why_not = "; ".join(
+            [
+                *([f"there is no machine {', '.join(sorted(unknown))} to be emptied"] if unknown else []),
+                *([f"{_reason(left[0])}, so that its machine cannot be emptied yet"] if left else []),
+            ]
+        )
+        if why_not and why_not != self._why_not:
+            self.events.add("driver", "waiting", why_not)
+        self._why_not = why_not
+
+
+def _reason(left: LaunchRequest) -> str:
+    if left.kind == "trainer":
+        return (
+            f"for {left.role} there is no room elsewhere, or no other trainer from which one could go on there "
+            "(cluster.max_trainers lets more of them join)"
+        )
+    return f"for {left.role} there is no room elsewhere, or cluster.min_servers keeps it"
 
 
 def _told(source: Member, target: Member, copied: Copied, seconds: float, still_s: float) -> str:

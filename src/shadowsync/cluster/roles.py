@@ -18,7 +18,7 @@ from shadowsync.config import ClusterConfig
 from shadowsync.data.reader import Reader
 from shadowsync.embedding.moving import ArrivingService, Copied
 from shadowsync.errors import RunError
-from shadowsync.rpc.errors import GONE
+from shadowsync.rpc.errors import GONE, PeerLost
 from shadowsync.rpc.served import ask
 from shadowsync.runtime.runtime import Builder, LaunchRequest
 from shadowsync.sync.dense import DenseServer
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from shadowsync.cluster.manager import ClusterManager, ClusterSpec
 
 LOOK_S = 0.05
-ROUNDS = 8
+ROUNDS = 20
 """How often rows that changed while they moved are copied again before everybody stands still for the last of them."""
-FEW_ROWS = 10_000
+SHORT_S = 1.0
+"""A round that takes less is about what everybody may stand still for."""
 
 
 class Role(ABC):
@@ -64,25 +65,6 @@ class Role(ABC):
         """Gives a server that takes another's place its part, with what that one held; raises as `on_join`."""
         manager.build(member, reader)
 
-    def begin_move(
-        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
-    ) -> Copied:
-        """Gives a process on another machine a part that is to take the place of the one that is there, with most of
-        what that one holds, in that memory; training goes on. Only of embedding and dense servers.
-
-        Raises:
-            PeerLost: one of the two died.
-        """
-        raise NotImplementedError
-
-    def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
-        """The rest of `begin_move`, while everybody stands still."""
-        raise NotImplementedError
-
-    def tell_of_move(self, manager: "ClusterManager", server: Member) -> None:
-        """Everybody who stands still goes on with the one that has moved; while they do."""
-        manager.tell_of(server)
-
     @abstractmethod
     def on_death(self, manager: "ClusterManager", members: Sequence[Member], samples: int, needed: bool) -> str | None:
         """Takes note that members of the kind died at once.
@@ -98,7 +80,28 @@ class Role(ABC):
         """
 
 
-class EmbeddingRole(Role):
+class MovableRole(Role):
+    """A server that may change its machine while training goes on."""
+
+    @abstractmethod
+    def begin_move(self, manager: "ClusterManager", source: Member, target: Member, memory: str | None) -> Copied:
+        """Gives a process on another machine a part that is to take the place of the one that is there, with most of
+        what that one holds, in that memory; training goes on.
+
+        Raises:
+            PeerLost: one of the two died, or more changes than crosses.
+        """
+
+    @abstractmethod
+    def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
+        """The rest of `begin_move`, while everybody stands still."""
+
+    def tell_of_move(self, manager: "ClusterManager", server: Member) -> None:
+        """Everybody at work, who stands still, goes on with the one that has moved."""
+        manager.tell_of_move(server)
+
+
+class EmbeddingRole(MovableRole):
     """Holds rows; memory decides about its place."""
 
     kind = "embedding"
@@ -122,24 +125,19 @@ class EmbeddingRole(Role):
         initial = initial_rows(manager.spec.job.model, shards, manager.spec.direct) if filled else {}
         return partial(build_embedding, job, shards, manager.generation, filled, memory, inherits, initial, source)
 
-    def begin_move(
-        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
-    ) -> Copied:
+    def begin_move(self, manager: "ClusterManager", source: Member, target: Member, memory: str | None) -> Copied:
         target.build(self._part(manager, target, memory, source=source.endpoint.address))
-        copied = last = ask(target.connection, ArrivingService.take_all)
+        copied = ask(target.connection, ArrivingService.take_all)
         for _ in range(ROUNDS):
+            began = time.monotonic()
             again = ask(target.connection, ArrivingService.take_changed)
             copied = copied.plus(again)
-            if again.rows < FEW_ROWS or again.rows > last.rows // 2:
-                break
-            last = again
-        return copied
+            if time.monotonic() - began < SHORT_S:
+                return copied
+        raise PeerLost(f"too many rows change while they cross: {again.rows:,} in the last round")
 
     def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:
         return ask(target.connection, ArrivingService.take_over)
-
-    def tell_of_move(self, manager: "ClusterManager", server: Member) -> None:
-        manager.tell_of_move(server)
 
     def fill(self, manager: "ClusterManager", member: Member, reader: Reader) -> None:
         """Its rows are as they were, if their memory outlived the one before; else those of the newest checkpoint,
@@ -171,23 +169,24 @@ class EmbeddingRole(Role):
         return None
 
 
-class DenseRole(Role):
+class DenseRole(MovableRole):
     """Holds a part of the central dense copy, or of the one that gradient methods step."""
 
     kind = "dense"
 
     def part(self, manager: "ClusterManager", member: Member, reader: Reader, filled: bool, inherits: bool) -> Builder:
+        return self._part(manager, member, manager.memory_of(member))
+
+    def _part(self, manager: "ClusterManager", member: Member, memory: str | None) -> Builder:
         spec, index = manager.spec, member.index
         if spec.parts:
             return partial(build_stepper, spec.job, manager.generation, spec.parts[index], index == 0)
         start, stop = spec.spans[index]
-        codec, memory = spec.job.choices.codecs["dense"], manager.memory_of(member)
+        codec = spec.job.choices.codecs["dense"]
         return partial(build_dense, codec, stop - start, manager.generation, memory)
 
-    def begin_move(
-        self, manager: "ClusterManager", source: Member, target: Member, reader: Reader, memory: str | None
-    ) -> Copied:
-        manager.build(target, reader)
+    def begin_move(self, manager: "ClusterManager", source: Member, target: Member, memory: str | None) -> Copied:
+        target.build(self._part(manager, target, memory))
         return Copied(0, 0)
 
     def end_move(self, manager: "ClusterManager", source: Member, target: Member) -> Copied:

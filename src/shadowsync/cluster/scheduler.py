@@ -22,6 +22,7 @@ class Scheduler:
         placed: roles that have a place already.
         leaving: machines that are to be shut down, by id: they take nobody.
         most: machines that may hold embedding servers; None for all.
+        avoided: machines that take nobody for now.
     """
 
     def __init__(
@@ -30,10 +31,11 @@ class Scheduler:
         placed: Iterable[LaunchRequest] = (),
         leaving: Collection[str] = (),
         most: int | None = None,
+        avoided: Collection[str] = (),
     ) -> None:
         self._machines = [machine for machine in machines if machine.cpus > 0]
         self._placed = list(placed)
-        self._leaving, self._most = leaving, most
+        self._leaving, self._most, self._avoided = leaving, most, avoided
 
     def put(self, request: LaunchRequest) -> LaunchRequest | None:
         """The best place for a role, which it takes; None if there is none now.
@@ -71,10 +73,10 @@ class Scheduler:
         if not shares:
             return None
         before, fullest = max((share, machine) for machine, share in shares.items())
-        moves = []
+        moves, each = [], {machine.id: machine for machine in self._machines}
         for placed in (placed for placed in self._placed if (placed.kind, placed.machine) == ("embedding", fullest)):
-            if (found := self._elsewhere(placed, ())) is not None:
-                each = {machine.id: machine for machine in self._machines}
+            alone = self._rows_on(each[fullest]) == placed.bytes and len(holding) <= fewest
+            if not alone and (found := self._elsewhere(placed, ())) is not None:
                 left = _share(each[fullest], self._rows_on(each[fullest]) - placed.bytes)
                 there = each[str(found.machine)]
                 then = _share(there, self._rows_on(there) + placed.bytes)
@@ -83,13 +85,20 @@ class Scheduler:
             return None
         return best[3], best[4]
 
-    def to_let_go(self) -> list[LaunchRequest]:
-        """Trainers and readers on machines that are to be shut down; none unless a trainer stays, or one of them finds
-        another place."""
-        guests = self.leavers("trainer", "reader")
+    def to_let_go(self, fewest: int, with_trainers: bool) -> list[LaunchRequest]:
+        """Trainers and readers on machines that are to be shut down that may go now.
+
+        All of them where `fewest` trainers stay, and readers once trainers have gone. Else one trainer, if it finds
+        another place and one stays from which it can go on there; where the dense part is not `with_trainers`, nobody
+        has to.
+        """
         trainers = [placed for placed in self._placed if placed.kind == "trainer"]
-        stays = any(trainer not in guests for trainer in trainers)
-        return guests if stays or any(self._elsewhere(trainer, ()) is not None for trainer in trainers) else []
+        guests = self.leavers("trainer")
+        stay = len(trainers) - len(guests)
+        if stay >= max(1, fewest):
+            return [*guests, *self.leavers("reader")]
+        movable = [trainer for trainer in guests if self._elsewhere(trainer, ()) is not None]
+        return movable[:1] if stay or not with_trainers else []
 
     def leavers(self, *kinds: str) -> list[LaunchRequest]:
         """Roles of these kinds on machines that are to be shut down."""
@@ -102,7 +111,7 @@ class Scheduler:
         """The best place for a role on another machine than its own and these; None if there is none."""
         machines = [machine for machine in self._machines if machine.id not in (placed.machine, *but)]
         others = [other for other in self._placed if other is not placed]
-        return Scheduler(machines, others, self._leaving, self._most).put(replace(placed, machine=None))
+        return Scheduler(machines, others, self._leaving, self._most, self._avoided).put(replace(placed, machine=None))
 
     def _rows_on(self, machine: Machine) -> int:
         """Bytes that embedding servers fill there."""
@@ -127,7 +136,8 @@ class Scheduler:
         there = self._on(machine)
         return (
             (machine.id not in self._leaving or machine.id == request.machine)
-            and (request.kind != "embedding" or self._may_hold(machine))
+            and machine.id not in self._avoided
+            and (request.kind != "embedding" or machine.id == request.machine or self._may_hold(machine))
             and request.machine in (None, machine.id)
             and (request.resource is None or request.resource in machine.resources)
             and machine.cpus - sum(other.cpus for other in there) >= request.cpus

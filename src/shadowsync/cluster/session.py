@@ -348,7 +348,7 @@ class Session:
                 f"{', '.join(sorted(machines))} cannot be emptied: this job's servers stay where they are, as "
                 "cluster.max_servers is not set"
             )
-        self._manager.leave(machines)
+        self._moves.leave(machines)
 
     def can_fail(self) -> Mapping[str, int]:
         kinds = ("trainer", "embedding") if self._direct else ("trainer", "reader", "embedding", "dense")
@@ -501,7 +501,7 @@ class Session:
         if self.given_up is not None:
             self.stop()
         elif self.config.cluster.max_servers is not None and not (vacant or over or self._installs):
-            self._moves.look(now, self.reader)
+            self._moves.look(now)
 
     def _fill(self, requests: list[LaunchRequest], now: float) -> None:
         scheduler = self._manager.scheduler()
@@ -551,7 +551,8 @@ class Session:
         """Ends this generation and starts the next one from the newest checkpoint, however often somebody dies."""
         began, trained, training = time.monotonic(), self.reader.trained, self._training
         dead = self._manager.vacant_row_servers()
-        wait([*self._installs.values(), *self._moves.under_way])
+        self._moves.end()
+        wait(list(self._installs.values()))
         self._collect_installs()
         for _ in range(ATTEMPTS):
             self._note_deaths()

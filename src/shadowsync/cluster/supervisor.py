@@ -152,8 +152,10 @@ class Supervisor:
         return before
 
     def dismiss(self, member: Member) -> None:
-        """Ends a process that is no member, or not yet."""
+        """Ends a process that is no member, or not yet; one that has become a member stays."""
         with self._lock:
+            if self.members.get(member.role) is member:
+                return
             if self.coming.get(member.role) is member:
                 del self.coming[member.role]
             member.state = "left"
@@ -248,9 +250,12 @@ class Supervisor:
             reason = f"silent for {silent_s:.0f} s"
         if reason is not None:
             self.give_up(member, reason)
-        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable"):
+        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable") and self._is_member(member):
             member.state = "unreachable" if member.state == "alive" else "alive"
             self.events.add(member.role, "unreachable" if member.state == "unreachable" else "reachable")
+
+    def _is_member(self, member: Member) -> bool:
+        return self.members.get(member.role) is member
 
 
 def first_error(errors: Sequence[BaseException | None]) -> BaseException | None:

@@ -182,6 +182,7 @@ class KeyIndex:
 
     def go_on_from(self, before: Counts) -> None:
         """Counts what came and went from there on, as the one whose keys these were until now."""
+        self._totals[0] = max(self._totals[0], int(self._flat["seen"].max()))
         self._totals[2:] = before.admitted, before.refused, before.evicted
         self.recount()
 

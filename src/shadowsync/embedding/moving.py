@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shadowsync.compression.codec import Codec
 from shadowsync.embedding.messages import as_int64, id_type
-from shadowsync.embedding.saves import CHUNK_BYTES, MOST_ROWS, SaveMethods, in_order, read_rows
+from shadowsync.embedding.saves import CHUNK_BYTES, COPY_S, MOST_ROWS, SaveMethods, in_order, read_rows
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import RowSet
@@ -52,7 +52,7 @@ class ArrivingService(EmbeddingService):
         ask(self._source, EmbeddingService.follow)
         copied = Copied(0, 0)
         for rows in read_rows(self._source, self.server.shards):
-            self.server.load([rows], partial=True)
+            self.server.take(rows)
             copied = copied.plus(Copied(rows.stop - rows.start, _bytes(rows.tensors.values())))
         return copied
 
@@ -67,11 +67,11 @@ class ArrivingService(EmbeddingService):
                 narrow = id_type(shard.table.rows)
                 asked = (later(self._source, SaveMethods.singles, None, index, part.to(narrow)) for part in parts)
                 for part, tensors in zip(parts, in_order(asked), strict=True):
-                    self.server.load([RowSet(shard.table, shard.start, shard.stop, part, tensors)], partial=True)
+                    self.server.take(RowSet(shard.table, shard.start, shard.stop, part, tensors))
                     copied = copied.plus(Copied(len(part), _bytes(tensors.values())))
         return copied
 
-    @served()
+    @served(timeout_s=COPY_S)
     def take_over(self) -> Copied:
         """As `take_changed`, when nobody changes anything any more; and all that is not in the rows. This server then
         is what the other one was, but that none of its rows count as saved."""
@@ -84,6 +84,7 @@ class ArrivingService(EmbeddingService):
             batch, lookup, gradients = held
             self.server.hold(batch, lookup, gradients)
             position += 1
+        self._source.close()
         return copied
 
     def _numbers(self, index: int) -> Iterator[Tensor]:

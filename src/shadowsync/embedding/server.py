@@ -379,6 +379,13 @@ class EmbeddingServer:
             for shard, rows in pieces:
                 self._put(shard, rows)
 
+    def take(self, found: Rows | RowSet) -> None:
+        """As `load`, of rows of a server whose place this one is going to take; they are its own when all have come
+        (`take_over`)."""
+        with self.watches.turn, self._gate.alone():
+            for shard in self._fitting(found):
+                self._put(shard, found, whole=False)
+
     def lose(self, saved: Iterable[Rows | RowSet] | None) -> None:
         """As if this server had failed and a replacement had its place: pushes wait until it is over.
 
@@ -415,8 +422,9 @@ class EmbeddingServer:
         first = bisect_right(same, saved.start, key=lambda shard: self.shards[shard].stop)
         return same[first : bisect_left(same, saved.stop, key=lambda shard: self.shards[shard].start)]
 
-    def _put(self, shard: int, saved: Rows | RowSet) -> None:
-        """Copies what `saved` has of the shard's rows; tensors of the table as a whole come along with any row."""
+    def _put(self, shard: int, saved: Rows | RowSet, whole: bool = True) -> None:
+        """Copies what `saved` has of the shard's rows; tensors of the table as a whole come along with any row. Where
+        it is not `whole`, owners of rows may be there twice until others have come."""
         own, wide = self._rows[shard], _wide_names(self.optimizer)
         start, stop = max(own.start, saved.start), min(own.stop, saved.stop)
         if start >= stop:
@@ -436,7 +444,7 @@ class EmbeddingServer:
             else:
                 target[start - own.start : stop - own.start].copy_(source[held])
         self._storage.written(shard, run)
-        if self._keys is not None:
+        if self._keys is not None and whole:
             self._keys.settle(shard, start, stop)
         if len(places):
             self.watches.loaded(shard, places)

@@ -20,6 +20,7 @@ class Gate:
         self._members = 0
         self._still = 0
         self._waiting = 0
+        self._changing = 0
 
     def join(self) -> None:
         """One more thread that a pause has to wait for; not before the end of a pause."""
@@ -89,6 +90,20 @@ class Gate:
                 self._waiting -= 1
                 self._condition.notify_all()
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While inside, a thread that is no member changes something for one that may rest: a pause is complete when it
+        has left, and it does not enter during a pause."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._paused or self._waiting > 0)
+            self._changing += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._changing -= 1
+                self._condition.notify_all()
+
     def hold(self, timeout_s: float | None = None) -> bool:
         """Asks every member to stand still and waits until they do; `release` lets them go on.
 
@@ -97,13 +112,16 @@ class Gate:
         with self._condition:
             self._paused = True
             self._condition.notify_all()
-            return self._condition.wait_for(lambda: self._still == self._members and not self._waiting, timeout_s)
+            return self._condition.wait_for(self._complete, timeout_s)
 
     def release(self) -> None:
         """Ends a pause, complete or not."""
         with self._condition:
             self._paused = False
             self._condition.notify_all()
+
+    def _complete(self) -> bool:
+        return self._still == self._members and not self._waiting and not self._changing
 
     def _stand_still(self) -> None:
         if not self._paused:

@@ -338,8 +338,16 @@ class Worker:
         return self._look_up(leased, lambda: True)
 
     def _fetch(self, wait: bool) -> _Ready | None:
+        """A batch that is pulled ahead, by a thread of its own; what it admits is there before or after a pause."""
         leased = self._context.feed.next(wait)
-        return None if leased is None else self._look_up(leased, self.update.begin(leased))
+        if leased is None:
+            return None
+        admitted = self.update.begin(leased)
+        if not self._embeddings.admits:
+            return self._look_up(leased, admitted)
+        with self._context.gate.changing():
+            ready = self._look_up(leased, lambda: True)
+        return ready if admitted() else None
 
     def _look_up(self, leased: LeasedBatch, admitted: Callable[[], bool]) -> _Ready | None:
         ids, looked_up = self._module.ask(leased.batch)

@@ -15,10 +15,12 @@ from shadowsync.compression.choice import CodecChoice
 from shadowsync.compression.codec import Codec
 from shadowsync.config import Config, EmbeddingConfig, TableConfig
 from shadowsync.data.source import Dynamic, OpenSource, Schema
+from shadowsync.embedding.keys import KeyRules
 from shadowsync.embedding.mapped_storage import MappedStorage
 from shadowsync.embedding.optimizers import RowOptimizer
 from shadowsync.embedding.placement import measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
+from shadowsync.embedding.storage import AUTO, storage_class
 from shadowsync.embedding.table import (
     Shard,
     Table,
@@ -189,7 +191,8 @@ def _costs(
     if batch is None:
         return {table.name: 1.0 for table in tables}
     ids = module.ask(batch, training=True)[0] if isinstance(module, Wrapped) else batch.ids
-    return measure_costs(tables, features_of(module, schema), [ids], choices.storage, row_optimizer(config.embedding))
+    storage = storage_class(AUTO) if choices.storage.on_disk else choices.storage
+    return measure_costs(tables, features_of(module, schema), [ids], storage, row_optimizer(config.embedding))
 
 
 def unique_rows(config: Config, choices: Choices) -> UniqueRows:
@@ -201,6 +204,13 @@ def unique_rows(config: Config, choices: Choices) -> UniqueRows:
     if mode == "auto" and config.cluster.address is None:
         return NEVER
     return UniqueRows(mode, pulled_and_pushed_bytes(choices.codecs["pull"], choices.codecs["push"]))
+
+
+def key_rules(config: Config, choices: Choices) -> KeyRules:
+    """Keys keep their rows while batches may be under way: looked up, and with gradients that were not applied yet."""
+    workers = (config.cluster.max_trainers or config.train.trainers) * config.train.workers
+    held = 0 if choices.aggregation is None else choices.aggregation.size
+    return KeyRules(config.train.seed, workers * (prefetch(config, choices) + 2) + held)
 
 
 def prefetch(config: Config, choices: Choices) -> int:

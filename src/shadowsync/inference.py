@@ -5,6 +5,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from shadowsync.assembly import disk_of, make_module, planned, row_optimizer
 from shadowsync.checkpoint.job_state import column_difference, job_state, match_optimizer, match_tables, restore_final
 from shadowsync.checkpoint.loading import LoadedCheckpoint
-from shadowsync.choices import Choices, as_trained, choose_all, named_module
+from shadowsync.choices import Choices, as_trained, choose_all, named_module, server_count
 from shadowsync.config import Config, load, parse
 from shadowsync.data.batch import Batch
 from shadowsync.data.columns import Fit
@@ -39,6 +40,8 @@ from shadowsync.embedding.table import Rows, Shard, Table, widths
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.measuring import Measuring
+from shadowsync.memory.pages import memory_bytes
+from shadowsync.memory.room import Disk
 from shadowsync.metrics.quality import Scored, TestMetrics
 from shadowsync.metrics.units import UnitActivity
 from shadowsync.models.wrapping import Wrapped, features_of
@@ -160,7 +163,7 @@ class Trained:
         # A model's columns follow the order of the tables, which the servers' files do not keep.
         self.tables = tuple(sorted(saved.tables, key=lambda table: state.tables.index(table.name)))
         shards = [Shard(table, 0, table.rows) for table in self.tables]
-        optimizer, disk = row_optimizer(self.config.embedding), disk_of(self.config, here=False)
+        optimizer, disk = row_optimizer(self.config.embedding), _disk_of_all(self.config)
         self.server = EmbeddingServer(shards, self.choices.storage, optimizer, None, disk=disk)
         _restore_rows(self.server, saved)
         self._given = planned(model, self.choices, self.schema)
@@ -388,6 +391,15 @@ def _check_tables(model: nn.Module | None, tables: Sequence[Table]) -> None:
                 f"table {table.name} is {list(there)} in the checkpoint and {list(here)} in this model: give the model "
                 "that the checkpoint was trained with"
             )
+
+
+def _disk_of_all(config: Config) -> Disk | None:
+    """Of one server with the rows of all, on this machine: with the memory of all, as far as it is there."""
+    disk = disk_of(config, here=False)
+    if disk is None:
+        return None
+    most = (memory_bytes() or disk.memory_bytes) // 2
+    return replace(disk, memory_bytes=max(disk.memory_bytes, min(disk.memory_bytes * server_count(config), most)))
 
 
 def _restore_rows(server: EmbeddingServer, saved: LoadedCheckpoint) -> None:

@@ -26,7 +26,7 @@ from shadowsync.data.columns import Buckets, Categorical, Fit, Hash, Ids, Keys, 
 from shadowsync.data.fitting import Learnt, told_apart
 from shadowsync.data.frame import TableOptions
 from shadowsync.data.values import Values, form_of, integers, words
-from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, new_rows
+from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, PINNED, new_rows
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.wrapping import Wrapped
@@ -168,7 +168,8 @@ class Start:
         else:
             keys = _keys_of(self._source, was)
             counts = np.ones(was.rows, dtype=np.int64)
-            kept = {"key": torch.from_numpy(keys ^ NOBODY), "count": torch.ones(was.rows, dtype=torch.int32)}
+            known = torch.from_numpy(np.where(keys == DEFAULT, PINNED, 1).astype(np.int32))
+            kept = {"key": torch.from_numpy(keys ^ NOBODY), "count": known}
         if table.ids is not None:
             rows = new_rows(table, keys, counts)
         else:

@@ -18,6 +18,8 @@ from shadowsync.embedding.keys import (
     KEPT_CALLS,
     LOWEST,
     NOBODY,
+    PINNED,
+    KeyRules,
     Wanted,
     hashes_of,
     initial_rows,
@@ -27,7 +29,7 @@ from shadowsync.embedding.keys import (
 from shadowsync.embedding.optimizers import SGD, RowwiseAdagrad
 from shadowsync.embedding.requests import RowLookup
 from shadowsync.embedding.server import EmbeddingServer
-from shadowsync.embedding.table import WAYS, Shard, Table
+from shadowsync.embedding.table import WAYS, Rows, Shard, Table
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import SharedMemory, bytes_of, can_share
@@ -39,7 +41,7 @@ ADAGRAD = RowwiseAdagrad(eps=1e-8)
 
 
 def server_of(*shards: Shard, key_seed: int = 7) -> EmbeddingServer:
-    return EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, key_seed=key_seed)
+    return EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, key_rules=KeyRules(key_seed))
 
 
 def whole(table: Table) -> Shard:
@@ -100,7 +102,9 @@ def test_a_full_set_gives_a_row_of_the_key_that_its_policy_chooses(evict: str, g
     find(server, held, samples=1)
     for key in [held[0], *held[2:]]:  # the second is used least often
         find(server, [key], samples=1)
-    find(server, [held[1]], samples=1000)  # and last, after a long time: still as often as the others
+    for _ in range(1000):  # after a long time
+        find(server, [], samples=1)
+    find(server, [held[1]], samples=1)  # and last: still as often as the others
     for key in [held[0], *held[2:]]:
         find(server, [key], samples=1)
     find(server, held[1:], samples=1)
@@ -126,7 +130,8 @@ def test_a_row_with_a_new_owner_has_no_state_of_the_old_one() -> None:
     rows = torch.tensor(find(server, held, samples=1)).sort().values
     server.push(RowLookup((0,), rows), [torch.ones(WAYS, table.dim)], 0.1)
     assert bool((server.state()[0].tensors["momentum"][rows] > 0).all())
-    find(server, [], samples=KEPT_CALLS + 1)
+    for _ in range(KEPT_CALLS + 1):
+        find(server, [], samples=1)
     (row,) = find(server, [new], samples=1)
     own = server.state()[0].tensors
     assert own["momentum"][row] == 0
@@ -139,6 +144,64 @@ def test_rows_of_batches_under_way_stay() -> None:
     before = find(server, held, samples=10)
     assert find(server, [new], samples=10) == [-1]
     assert find(server, held) == before
+    for _ in range(KEPT_CALLS - 3):
+        find(server, [], samples=10)
+    for _ in range(3):  # the short ends of files
+        assert find(server, [new], samples=1) == [-1]
+    find(server, [], samples=10)
+    assert find(server, [new], samples=10) != [-1]
+
+
+def test_more_batches_may_be_under_way() -> None:
+    """As many as workers have, and a global step waits for."""
+    server = EmbeddingServer([whole(ITEM)], TorchStorage, ADAGRAD, 0, key_rules=KeyRules(7, 2 * KEPT_CALLS))
+    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
+    find(server, held, samples=10)
+    for _ in range(2 * KEPT_CALLS - 1):
+        find(server, [], samples=10)
+    assert find(server, [new], samples=10) == [-1]
+    assert find(server, [new], samples=10) != [-1]
+
+
+def test_a_key_that_was_gone_for_too_long_and_is_not_admitted_again_has_no_row() -> None:
+    """Else it would train a row that may be another's at any moment."""
+    server = server_of(whole(replace(USER, ids=Dynamic(admit=2, ttl=10))))
+    find(server, [5], samples=1)
+    (row,) = find(server, [5], samples=1)
+    assert row > 0
+    for _ in range(12):
+        find(server, [], samples=1)
+    assert find(server, [5], samples=1) == [-1]
+    assert find(server, [5], samples=1) == [row]
+
+
+def test_loaded_rows_are_pinned_as_the_table_says_now() -> None:
+    *held, other = keys_of_set(ITEM, 1, 3)
+    before = server_of(whole(replace(ITEM, ids=Dynamic(admit=1, pinned=(held[0], other)))))
+    rows = find(before, [*held, other], samples=1)
+    saved = [Rows(own.table, own.start, {n: t.clone() for n, t in own.tensors.items()}) for own in before.state()]
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1, pinned=(held[0], held[1])))))
+    server.load(saved)
+    count = server.state()[0].tensors["count"]
+    assert [int(count[row]) == PINNED for row in rows] == [True, True, False]
+    assert int(count[0]) == PINNED, "the row that others share"
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=20)
+def test_loaded_rows_are_counted_however_they_come(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    before = server_of(whole(USER))
+    find(before, draw.integers(0, 1000, 40).tolist(), samples=1)
+    server = server_of(whole(USER))
+    find(server, draw.integers(0, 1000, 40).tolist(), samples=1)
+    edges = [0, *sorted(draw.integers(1, USER.rows, 3).tolist()), USER.rows]
+    for start, stop in pairwise(edges):
+        tensors = {name: tensor[start:stop].clone() for name, tensor in before.state()[0].tensors.items()}
+        server.load([Rows(USER, start, tensors)], partial=True)
+        counts = server.keys
+        assert counts is not None
+        assert counts.keys == sum(owner != NOBODY for owner in owners(server))
 
 
 def test_a_key_is_admitted_after_so_many_look_ups() -> None:
@@ -191,8 +254,10 @@ def test_processes_have_the_owners_in_common() -> None:
 
     shards = [whole(USER)]
     memory = SharedMemory.create(bytes_of([*parts_of(shards, ADAGRAD), *parts_of_keys(shards)]), "rows")
-    first = EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, memory=memory, key_seed=7)
-    second = EmbeddingServer(shards, TorchStorage, ADAGRAD, None, memory=SharedMemory.open(memory.path), key_seed=7)
+    first = EmbeddingServer(shards, TorchStorage, ADAGRAD, 0, memory=memory, key_rules=KeyRules(7))
+    second = EmbeddingServer(
+        shards, TorchStorage, ADAGRAD, None, memory=SharedMemory.open(memory.path), key_rules=KeyRules(7)
+    )
     rows = find(first, [1, 2, 3], samples=3)
     assert find(second, [1, 2, 3]) == rows
     more = find(second, [4, 2, 1], samples=3)
@@ -220,14 +285,14 @@ def test_every_key_has_its_own_row_whatever_happens(
     """Against a dictionary of what each key has learnt: gradients of one each, through random look-ups in training and
     without, waiting, and moves into other numbers of servers by what a checkpoint holds."""
     table = Table("user", 4 * WAYS, 2, ("user",), ids=Dynamic(admit=admit, evict=evict, ttl=ttl))
-    servers = [EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_seed=7)]
+    servers = [EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_rules=KeyRules(7))]
     known: dict[int, Tensor] = {}
     for kind, numbers in steps:
         if kind == "move":
             cuts = sorted({0, *(number * WAYS for number in numbers), table.rows})
             shards = [Shard(table, *span) for span in pairwise(cuts)]
             saved = [rows for server in servers for rows in server.state()]
-            servers = [EmbeddingServer([shard], TorchStorage, SGD(), None, key_seed=7) for shard in shards]
+            servers = [EmbeddingServer([shard], TorchStorage, SGD(), None, key_rules=KeyRules(7)) for shard in shards]
             for server in servers:
                 server.load(saved)
             continue
@@ -244,8 +309,12 @@ def test_every_key_has_its_own_row_whatever_happens(
         assert len(held) == len(all_owners), "no key has two rows"
         for key in set(known) - set(held):
             del known[key]
+        (shared,) = (own.tensors["weight"][0] for server in servers for own in server.state() if own.start == 0)
+        expired = set()
         for position, key in enumerate(numbers):
-            if key in held and (key not in known or not torch.allclose(known[key], pulled.pooled[position])):
+            if kind == "train" and ttl and admit != 1 and torch.equal(pulled.pooled[position], shared):
+                expired.add(key)  # or never admitted; its row is there for who asks until another has it
+            elif key in held and (key not in known or not torch.allclose(known[key], pulled.pooled[position])):
                 fresh = torch.from_numpy(initial_rows(table, np.array([key]), 7))[0]
                 assert kind == "train"
                 assert torch.equal(pulled.pooled[position], fresh), "a key begins anew, or goes on with its own row"
@@ -253,15 +322,15 @@ def test_every_key_has_its_own_row_whatever_happens(
         if kind == "train" and numbers:
             client.push(pulled, torch.ones_like(pulled.pooled), 0.5).result()
             for key in numbers:
-                if key in known:
+                if key in known and key not in expired:
                     known[key] = known[key] - 0.5
 
 
 def test_servers_of_a_cut_table_and_fixed_tables_beside_it() -> None:
     tables, features = [FIXED, USER, ITEM], ["item", "hour", "user"]
     held = [[Shard(USER, 0, WAYS), whole(FIXED)], [Shard(USER, WAYS, USER.rows), whole(ITEM)]]
-    servers = [EmbeddingServer(shards, TorchStorage, SGD(), 0, key_seed=7) for shards in held]
-    alone = [EmbeddingServer([whole(table) for table in tables], TorchStorage, SGD(), 0, key_seed=7)]
+    servers = [EmbeddingServer(shards, TorchStorage, SGD(), 0, key_rules=KeyRules(7)) for shards in held]
+    alone = [EmbeddingServer([whole(table) for table in tables], TorchStorage, SGD(), 0, key_rules=KeyRules(7))]
     values = torch.tensor([3, 10**12, 3, 1, 23, 0, 8, -8, 10**15])
     ids = Jagged(values, None, None, 3, 3)
     found = [EmbeddingClient(tables, features, each, admits=True).pull(ids).pooled for each in (servers, alone)]
@@ -272,7 +341,7 @@ def test_servers_of_a_cut_table_and_fixed_tables_beside_it() -> None:
 @pytest.mark.parametrize("unadmitted", ["shared", "zeros"])
 def test_what_keys_without_a_row_look_up(unadmitted: str) -> None:
     table = replace(USER, ids=Dynamic(unadmitted=unadmitted, admit=2))  # type: ignore[arg-type]
-    server = EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_seed=7)
+    server = EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_rules=KeyRules(7))
     server.state()[0].tensors["weight"][0] = 5.0
     client = EmbeddingClient([table], ["user"], [server], admits=True)
     client.pull(Jagged(torch.tensor([1]), None, None, 1, 1))

@@ -20,7 +20,7 @@ from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.table import RowNumbers, Rows, Shard
 from shadowsync.embedding.torch_storage import TorchStorage
 from shadowsync.errors import ConfigError, DataError
-from shadowsync.memory import shared
+from shadowsync.memory import pages, shared
 from shadowsync.memory.room import Disk, Room
 from shadowsync.memory.shared import FileBeside, SharedMemory, bytes_of
 
@@ -245,3 +245,56 @@ def test_a_huge_table_takes_only_its_share_of_memory(tmp_path: Path) -> None:
     parts = MappedStorage.memory_parts(shards, ADAGRAD, Disk(tmp_path, 80 << 20))
     assert sum(count * dtype.itemsize for count, dtype in parts) == pytest.approx(80 << 20, rel=0.001)
     assert np.prod([count for count, _ in MappedStorage.file_parts(shards, ADAGRAD)]) == 17 * 10**7
+
+
+def test_a_slot_over_which_others_have_counted_is_not_given_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up of another process may write what it has read before over the mark of a slot that is taken."""
+    shard = Shard(table("t", 400, 4), 0, 400)
+    server = EmbeddingServer([shard], MappedStorage, SGD, 0, disk=on(tmp_path, 200, 400))
+    storage = server._storage
+    assert isinstance(storage, MappedStorage)
+    (held,) = storage._widths.values()
+    storage.read_rows(torch.arange(len(held.owner)))
+    used, union = held.used.numpy(), np.union1d
+    used[:] = 3
+    used[:40] = 1
+
+    def counted_over(chosen: np.ndarray, more: np.ndarray) -> np.ndarray:
+        used[more] = 1
+        return union(chosen, more)
+
+    monkeypatch.setattr(np, "union1d", counted_over)
+    chosen = held.choose(60)
+    assert chosen is not None
+    assert len(np.unique(chosen)) == len(chosen) == 60
+
+
+@pytest.mark.parametrize("known", ["nothing", "no process of its own", "half of it"])
+def test_pages_are_read_ahead_where_the_system_knows_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    """Old systems, sandboxes, and users who may not advise many pages with one call."""
+    asked: list[int] = []
+
+    class Library:
+        @staticmethod
+        def syscall(*_: object) -> int:
+            return -1 if known == "nothing" else 4096
+
+        @staticmethod
+        def madvise(address: object, size: object, advice: int) -> int:
+            asked.append(advice)
+            return 0
+
+    def refused(pid: int) -> int:
+        raise OSError("no such call")
+
+    monkeypatch.setattr(pages.ctypes, "CDLL", lambda *_, **__: Library)
+    if known == "no process of its own":
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    file = shared.unnamed_file(tmp_path, 40 * 4096, "a test")
+    records = file.take(40 * 1024, torch.float32).view(40, 1024)
+    pages.read_ahead(records, torch.arange(0, 40, 4))
+    assert len(asked) == 10

@@ -13,7 +13,7 @@ from wrapped_models import make
 
 from shadowsync import Callback, Job, Trained, serving, wrap
 from shadowsync.data.values import words
-from shadowsync.embedding.keys import LOWEST, NOBODY, Counts, hashes_of, salt_of, sets_of
+from shadowsync.embedding.keys import LOWEST, NOBODY, PINNED, Counts, hashes_of, salt_of, sets_of
 from shadowsync.embedding.table import WAYS
 from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.memory.shared import can_share
@@ -85,6 +85,8 @@ def test_they_train_as_fixed_tables_do(logs: tuple[Path, Path], tmp_path: Path, 
         Job(job(logs, columns, embedding=embedding), out=tmp_path / name, start_from=tmp_path / "first").run()
     fixed, dynamic = (Trained(tmp_path / name) for name in ("fixed", "dynamic"))
     assert len(owners(dynamic)["user"]) == USERS + 1, "and missing ones, which had a row"
+    shared = [own.tensors["count"][0] for own in dynamic.server.state() if own.table.ids is not None]
+    assert {int(count) for count in shared} == {PINNED}, "nobody gets the row that the others share"
     expected = fixed.predict(logs[1])
     assert np.abs(Trained(tmp_path / "first").predict(logs[1]) - expected).max() > 0.05
     np.testing.assert_allclose(dynamic.predict(logs[1]), expected, rtol=1e-4, atol=1e-6)

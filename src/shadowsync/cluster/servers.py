@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.aggregation.stepping import DenseGradient, DenseShare, DenseStepper
-from shadowsync.assembly import make_module, row_optimizer
+from shadowsync.assembly import key_rules, make_module, row_optimizer
 from shadowsync.checkpoint.job_state import TrainerImage, check_image, dense_tensors
 from shadowsync.cluster.context import JobContext
 from shadowsync.compression.codec import Codec
@@ -66,7 +66,7 @@ def build_embedding(
         row_tracking(choices.recovery, train.seed, train.save_values),
         None if memory is None else SharedMemory.open(memory),
         initial,
-        train.seed,
+        key_rules(job.config, choices),
         job.disk,
         moving_rows(job.config.cluster, train.seed),
     )

@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from shadowsync.aggregation.stragglers import parse_stragglers
-from shadowsync.assembly import codec_choice, computing_here, make_module, row_optimizer, unique_rows
+from shadowsync.assembly import codec_choice, computing_here, key_rules, make_module, row_optimizer, unique_rows
 from shadowsync.checkpoint.job_state import TrainerImage
 from shadowsync.choices import choose_all
 from shadowsync.cluster.context import Addresses, Near, ServerAddress, TrainerSpec
@@ -136,10 +136,10 @@ class TrainerPart(Imaged):
     def close(self) -> None:
         """Ends the workers, whatever they wait for."""
         self._end_feed()
-        if self._read_ahead is not None:
-            self._read_ahead.close()
         for connection in self._connections.values():
             connection.close()
+        if self._read_ahead is not None:  # which waits for a server that is gone no longer than its connection is open
+            self._read_ahead.close()
         self._gate.release()
         self._pause.set()
         self._wake.set()
@@ -230,7 +230,9 @@ class TrainerPart(Imaged):
     def _begin_read_ahead(self) -> ReadAhead | None:
         """Where rows are on disk; what a wrapped module looks up is known only when it is called."""
         job = self._spec.job
-        if job.disk is None or isinstance(job.model, Wrapped):
+        others = self._spec.others
+        near = isinstance(others, Near) or any(address.memory is not None for address, _ in others.embedding)
+        if job.disk is None or isinstance(job.model, Wrapped) or not near:
             return None
         client = EmbeddingClient(job.tables, job.features, self._ways[0])
         self._clients.append(client)
@@ -248,7 +250,8 @@ class TrainerPart(Imaged):
             seed = spec.job.config.train.seed
             tracking = row_tracking(choices.recovery, seed)
             told = tracking if tracking is not None and tracking.priority.sees else None
-            there = told, memory, None, seed, spec.job.disk, moving_rows(spec.job.config.cluster, seed)
+            rules, moving = key_rules(spec.job.config, choices), moving_rows(spec.job.config.cluster, seed)
+            there = told, memory, None, rules, spec.job.disk, moving
             server = EmbeddingServer(shards, choices.storage, optimizer, None, *there)
             if spec.job.config.cluster.address is not None:  # what does not cross the network needs no codec
                 return lambda _: server

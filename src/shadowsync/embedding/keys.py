@@ -9,8 +9,8 @@ many 2 %, with half as many 0.02 % (of balls thrown at random); those compete as
 `L` keys looked up, `K` new ones, `R` rows, `W` rows of a set.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
@@ -68,7 +68,23 @@ def drops_keys(table: Table) -> bool:
 def parts_of(shards: Sequence[Shard]) -> list[tuple[int, torch.dtype]]:
     """Elements and type of what is allocated beside the rows of these shards."""
     rows = sum(shard.rows for shard in shards if shard.table.ids is not None)
-    return [*((rows, dtype) for dtype in PARTS.values()), (len(fields(Counts)), torch.int64)] if rows else []
+    return [*((rows, dtype) for dtype in PARTS.values()), (len(fields(Counts)) + 1, torch.int64)] if rows else []
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """What all that change the keys of a server have in common.
+
+    Attributes:
+        seed: of new rows.
+        kept_calls: a row is its key's for so many batches at least after it was looked up, or `KEPT_CALLS`.
+    """
+
+    seed: int = 0
+    kept_calls: int = 0
+
+
+USUAL_RULES = KeyRules()
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ class KeyIndex:
 
     Args:
         state: live views of all shards, whose rows have these `numbers`.
-        seed: of new rows.
+        rules: of the job.
         singly: what one thread of all processes is in at a time, and nobody who copies rows.
         changing: called with the numbers of rows, ascending, that are about to change.
         written: called with a shard's position and rows of it that were written.
@@ -125,19 +141,21 @@ class KeyIndex:
         self,
         state: Sequence[Rows],
         numbers: RowNumbers,
-        seed: int,
+        rules: KeyRules,
         allocate: Allocate,
         singly: Callable[[], AbstractContextManager[None]],
         changing: Callable[[Tensor], None],
         written: Callable[[int, Tensor], None],
     ) -> None:
-        self._state, self._numbers, self._seed, self._singly = state, numbers, seed, singly
+        self._seed, self._kept_calls = rules.seed, max(KEPT_CALLS, rules.kept_calls)
+        self._state, self._numbers, self._singly = state, numbers, singly
         self._changing, self._written = changing, written
         self._mine = [index for index, own in enumerate(state) if own.table.ids is not None]
         rows = [state[index].stop - state[index].start for index in self._mine]
         *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
         self._flat = dict(zip(PARTS, flat, strict=True))
-        self._totals = totals.numpy()  # the sample it is; owners but for those that came and went since; as `Counts`
+        # the sample it is; owners but for those that came and went since; as `Counts`; samples of the largest batch
+        self._totals = totals.numpy()
         starts = [0, *accumulate(rows)]
         self.tensors: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(state))}
         for index, (start, stop) in zip(self._mine, pairwise(starts), strict=True):
@@ -156,34 +174,34 @@ class KeyIndex:
         self._ages = any(o.ttl is not None for o in self._options)
         self._alike = np.array([self._options.index(o) for o in self._options], dtype=np.int64)
         self._pinned = [np.sort(np.array(o.pinned, dtype=np.int64)) for o in self._options]
-        self._random = np.random.default_rng(seed)
-        self.take_defaults()
+        self._random = np.random.default_rng(rules.seed)
+        if self._take_defaults():  # not where other processes are at work
+            self.recount()
 
-    def take_defaults(self) -> None:
-        """The row that keys without one share is taken, where it is here."""
+    def _take_defaults(self) -> bool:
+        """The row that keys without one share is taken, where it is here; whether it was not."""
         first = [self.tensors[index] for index in self._mine if self._state[index].start == 0]
-        free = [own for own in first if own["key"][0] != DEFAULT ^ NOBODY]
+        free = [own for own in first if own["key"][0] != DEFAULT ^ NOBODY or own["count"][0] != PINNED]
         for own in free:
             own["count"][0], own["key"][0] = PINNED, DEFAULT ^ NOBODY
-        if free:  # not where other processes are at work
-            self.recount()
+        return bool(free)
 
     def reset(self) -> None:
         """No row has an owner, as at the start."""
         for flat in self._flat.values():
             flat.zero_()
-        self.take_defaults()
+        self._take_defaults()
         self.recount()
 
     @property
     def counts(self) -> Counts:
-        _, before, admitted, refused, evicted = self._totals.tolist()
+        _, before, admitted, refused, evicted, _ = self._totals.tolist()
         return Counts(len(self._flat["key"]), before + admitted - evicted, admitted, refused, evicted)
 
     def go_on_from(self, before: Counts) -> None:
         """Counts what came and went from there on, as the one whose keys these were until now."""
         self._totals[0] = max(self._totals[0], int(self._flat["seen"].max()))
-        self._totals[2:] = before.admitted, before.refused, before.evicted
+        self._totals[2:5] = before.admitted, before.refused, before.evicted
         self.recount()
 
     def recount(self) -> None:
@@ -202,11 +220,13 @@ class KeyIndex:
         rows = self._at(keys, sets, hashes)
         if wanted.samples:
             self._totals[0] += wanted.samples
+            self._totals[5] = max(self._totals[5], wanted.samples)
             expired = self._seen(rows, places)
             missing = np.flatnonzero((rows < 0) | expired)
             if len(missing):
-                self._admit(keys[missing], places[missing], sets[missing], hashes[missing], wanted.samples)
+                self._admit(keys[missing], places[missing], sets[missing], hashes[missing])
                 rows[missing] = self._at(keys[missing], sets[missing], hashes[missing])
+                rows[expired & self._too_old(rows, places)] = -1  # their keys got none
         return torch.from_numpy(np.where(rows < 0, -1, rows - self._first[places] * WAYS))
 
     def _sought(self, wanted: Wanted) -> tuple[Ids, Ids, Ids, Words]:
@@ -242,18 +262,24 @@ class KeyIndex:
     def _seen(self, rows: Ids, places: Ids) -> Mask:
         """Takes note of a look-up of these rows; which of their keys had been there for too long, `[L]`."""
         seen, count, now = self._flat["seen"].numpy(), self._flat["count"].numpy(), self._totals[0]
-        expired: Mask = np.zeros(len(rows), dtype=np.bool_)
-        if self._ages:
-            expired = (rows >= 0) & (now - seen[rows] > self._ttl[places]) & (count[rows] != PINNED)
+        expired = self._too_old(rows, places)
         known = rows[(rows >= 0) & ~expired]
         seen[known] = now
         before = count[known]
         count[known] = before + (before < PINNED - 1)  # once for a row, however often it is in the batch
         return expired
 
+    def _too_old(self, rows: Ids, places: Ids) -> Mask:
+        """Which of these rows was not looked up for longer than its key may keep it, `[L]`."""
+        if not self._ages:
+            return np.zeros(len(rows), dtype=np.bool_)
+        seen, count = self._flat["seen"].numpy()[rows], self._flat["count"].numpy()[rows]
+        old: Mask = (rows >= 0) & (self._totals[0] - seen > self._ttl[places]) & (count != PINNED)
+        return old
+
     # --- new owners --------------------------------------------------------------------------------------------------
 
-    def _admit(self, keys: Ids, places: Ids, sets: Ids, hashes: Words, samples: int) -> None:
+    def _admit(self, keys: Ids, places: Ids, sets: Ids, hashes: Words) -> None:
         _, first = np.unique(hashes ^ self._salts[places], return_index=True)  # of tables that hash a key alike, both
         with self._singly():
             while len(first):  # one key of each set at a time
@@ -261,9 +287,9 @@ class KeyIndex:
                 chosen, first = first[apart], np.delete(first, apart)
                 for place in np.unique(self._alike[places[chosen]]):
                     own = chosen[self._alike[places[chosen]] == place]
-                    self._admit_apart(int(place), keys[own], sets[own], hashes[own], samples)
+                    self._admit_apart(int(place), keys[own], sets[own], hashes[own])
 
-    def _admit_apart(self, place: int, keys: Ids, sets: Ids, hashes: Words, samples: int) -> None:
+    def _admit_apart(self, place: int, keys: Ids, sets: Ids, hashes: Words) -> None:
         """Keys of shards with the options of this one, each in another set."""
         options, now = self._options[place], int(self._totals[0])
         owners = self._sets["key"][sets]
@@ -279,7 +305,7 @@ class KeyIndex:
         counts = self._sets["count"][sets].astype(np.int64)
         eviction = self._evictions[place]
         rank = eviction.rank(counts, seen)
-        rank = np.where((counts == PINNED) | (now - seen <= KEPT_CALLS * samples), KEPT, rank)
+        rank = np.where((counts == PINNED) | (now - seen <= self._kept_calls * self._totals[5]), KEPT, rank)
         rank = np.where((owners == 0) | old, -1, rank)
         rank = np.where((rank == -1) & (np.arange(WAYS) == _first_ways(hashes)[:, None]), -2, rank)
         rank = np.where(owners == keys[:, None], -3, rank)  # its own, which was too old
@@ -343,29 +369,49 @@ class KeyIndex:
 
     # --- after rows were loaded --------------------------------------------------------------------------------------
 
-    def settle(self, shard: int, start: int, stop: int) -> None:
-        """After rows `start … stop − 1` of the table of the shard at that position came from a checkpoint: time goes on
-        from there, and of a key that has two rows, as rows are copied at different moments, the one looked up last is
-        its own. Nobody else changes rows meanwhile."""
-        if shard not in self._place:
+    @contextmanager
+    def loading(self, shard: int, start: int, stop: int) -> Iterator[None]:
+        """Within it rows `start … stop − 1` of the table of the shard at that position are overwritten with those of a
+        checkpoint, and nobody else changes rows.
+
+        Afterwards time goes on from there; of a key that has two rows, as rows are copied at different moments, the one
+        looked up last is its own; and those keys are pinned that the table says now.
+        """
+        start, stop = (
+            min(max(row, own.start), own.stop) - own.start for own in (self._state[shard],) for row in (start, stop)
+        )
+        if shard not in self._place or start >= stop:
+            yield
             return
-        own, first = self._state[shard], self._first[self._place[shard]]
-        start, stop = max(start, own.start) - own.start, min(stop, own.stop) - own.start
-        if start >= stop:
-            return
+        first = self._first[self._place[shard]]
+        begin, end = first + start // WAYS, first - (-stop // WAYS)
+        owners = self._flat["key"][begin * WAYS : end * WAYS]
+        before = torch.count_nonzero(owners)
+        yield
         self._totals[0] = max(self._totals[0], int(self.tensors[shard]["seen"][start:stop].max()))
-        end = first - (-stop // WAYS)
-        for begin in range(first + start // WAYS, end, _SETTLED):
-            owners = self._sets["key"][begin : min(begin + _SETTLED, end)]
-            order = np.lexsort((self._sets["seen"][begin : begin + len(owners)], owners), axis=1)
+        self._settle(begin, end)
+        self._pin(self._place[shard], begin * WAYS, end * WAYS)
+        self._take_defaults()
+        self._totals[1] += torch.count_nonzero(owners) - before
+
+    def _pin(self, place: int, begin: int, end: int) -> None:
+        """Keys of a shard's rows from `begin` to `end` are pinned as its table says."""
+        keys, count = self._flat["key"].numpy()[begin:end] ^ NOBODY, self._flat["count"].numpy()[begin:end]
+        pinned = np.isin(keys, self._pinned[place])
+        count[(count == PINNED) & ~pinned & (keys != DEFAULT)] = PINNED - 1
+        count[pinned] = PINNED
+
+    def _settle(self, begin: int, end: int) -> None:
+        """No key of these sets has two rows."""
+        for first in range(begin, end, _SETTLED):
+            owners = self._sets["key"][first : min(first + _SETTLED, end)]
+            order = np.lexsort((self._sets["seen"][first : first + len(owners)], owners), axis=1)
             ranked = np.take_along_axis(owners, order, 1)
             double = np.zeros(owners.shape, dtype=np.bool_)
             double[:, :-1] = (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] != 0)
             if double.any():
                 sets, at = double.nonzero()
-                self._sets["key"][begin + sets, order[sets, at]] = 0
-        self.take_defaults()
-        self.recount()
+                self._sets["key"][first + sets, order[sets, at]] = 0
 
 
 def new_rows(table: Table, keys: Ids, counts: Ids) -> Ids:

@@ -87,7 +87,10 @@ def slots_of(numbers: RowNumbers, optimizer: RowOptimizer, memory: int) -> dict[
             f"embedding.memory_gib gives a server {memory / 2**30:.3g} GiB and the index of its {numbers.total:,} rows "
             f"takes {index / 2**30:.3g}: raise it to {2 * index / 2**30:.3g} or more"
         )
-    return {w.dim: max(min(w.stop - w.start, FEWEST), int(min(1, share) * (w.stop - w.start))) for w in numbers.widths}
+    slots = {w.dim: max(min(w.stop - w.start, FEWEST), int(min(1, share) * (w.stop - w.start))) for w in numbers.widths}
+    if sum(slots.values()) > _MOST_ROWS:
+        raise ConfigError(f"a server keeps {_MOST_ROWS:,} rows in memory at most: lower embedding.memory_gib")
+    return slots
 
 
 class MappedStorage(Storage):
@@ -212,7 +215,8 @@ class MappedStorage(Storage):
         if _all_there(slots):
             used, places = self._used.numpy(), slots.numpy() - 1
             before = used[places]
-            used[places] = before + (before < _MOST)
+            count = before < _MOST  # whoever moves rows may write the others
+            used[places[count]] = before[count] + 1
         else:
             with self._gate.moving():
                 if not self._bring(numbers):
@@ -454,20 +458,23 @@ class _Held:
     def choose(self, count: int) -> NDArray[np.int64] | None:
         """So many slots whose turn it is, none twice, which nobody takes any more; None if there are not so many."""
         used, total = self.used.numpy(), len(self.owner)
-        hand, found, looked = int(self.hand[0]) % total, [np.zeros(0, np.int64)], 0
-        while count and looked < (_MOST + 2) * total:
-            part = used[hand : hand + max(_LOOKS, 4 * count)]
-            free = np.flatnonzero(part == 0)[:count]
-            end = int(free[-1]) + 1 if len(free) == count else len(part)
+        hand, chosen, looked = int(self.hand[0]) % total, np.zeros(0, np.int64), 0
+        while len(chosen) < count and looked < (_MOST + 2) * total:
+            left = count - len(chosen)
+            part = used[hand : hand + max(_LOOKS, 4 * left)]
+            free = np.flatnonzero(part == 0)[:left]
+            end = int(free[-1]) + 1 if len(free) == left else len(part)
             part[:end] -= (part[:end] > 0) & (part[:end] <= _MOST)
             part[free] = _KEPT
-            found.append(free + hand)
-            count, hand, looked = count - len(free), (hand + end) % total, looked + end
+            chosen = np.union1d(
+                chosen, free + hand
+            )  # others may have counted over what was marked, so that it came twice
+            hand, looked = (hand + end) % total, looked + end
         self.hand[0] = hand
-        chosen = np.concatenate(found)
-        if count:
+        if len(chosen) < count:
             used[chosen] = 0
-        return None if count else chosen
+            return None
+        return chosen
 
     def touch(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
         """Has what `swap` reads and writes of the file in memory."""

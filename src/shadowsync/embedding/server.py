@@ -7,14 +7,15 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
+from shadowsync.embedding.keys import USUAL_RULES, KeyIndex, KeyRules, Wanted
 from shadowsync.embedding.keys import Counts as KeyCounts
-from shadowsync.embedding.keys import KeyIndex, Wanted
 from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.requests import (
     AnyLookup,
@@ -152,7 +153,7 @@ class EmbeddingServer:
         memory: where the rows are, if other processes of this machine have them, too: each of them has a server of its
             own over the same rows, which outlive them.
         initial: rows, by the key of their shard, that it begins with in place of those of the seed, `[rows, D]`.
-        key_seed: of the rows that keys of dynamic tables get, in all processes that have the memory the same.
+        key_rules: of dynamic tables, in all processes that have the memory the same.
         disk: of a storage that has rows on disk.
         moving: follows which rows change while they are copied to another machine; None where they stay.
 
@@ -170,7 +171,7 @@ class EmbeddingServer:
         tracking: RowTracking | None = None,
         memory: SharedMemory | None = None,
         initial: Mapping[str, Tensor] | None = None,
-        key_seed: int = 0,
+        key_rules: KeyRules = USUAL_RULES,
         disk: Disk | None = None,
         moving: RowTracking | None = None,
     ) -> None:
@@ -191,7 +192,7 @@ class EmbeddingServer:
                 tensor.zero_()  # as it is, but in memory from now on, and not only when a key gets its row
         if any(shard.table.ids is not None for shard in self.shards):
             told = self._gate.singly, self._changing, self._storage.written
-            self._keys = KeyIndex(rows, self.numbers, key_seed, allocate, *told)
+            self._keys = KeyIndex(rows, self.numbers, key_rules, allocate, *told)
             rows = tuple(replace(own, tensors={**own.tensors, **self._keys.tensors[i]}) for i, own in enumerate(rows))
         self._rows, self._stored = rows, tuple(tensors[shard.key] for shard in self.shards)
         self._initial = dict(initial or {})
@@ -401,6 +402,8 @@ class EmbeddingServer:
                     self._keys.reset()
                 self.watches.reset()
                 return
+            if self._keys is not None:
+                self._keys.reset()  # what is there is not a part of what was saved
             for rows in saved:
                 for shard in self._fitting(rows):
                     self._put(shard, rows)
@@ -435,17 +438,16 @@ class EmbeddingServer:
             held, places = slice(start - saved.start, stop - saved.start), torch.arange(start, stop) - own.start
         run = places if isinstance(saved, RowSet) else range(start - own.start, stop - own.start)
         self._storage.approach(shard, run)
-        for name, target in own.tensors.items():
-            source = saved.tensors[name]
-            if name in wide:
-                target.copy_(source)
-            elif isinstance(saved, RowSet):
-                target.index_copy_(0, places, source[held].to(target.dtype))
-            else:
-                target[start - own.start : stop - own.start].copy_(source[held])
-        self._storage.written(shard, run)
-        if self._keys is not None and whole:
-            self._keys.settle(shard, start, stop)
+        with self._keys.loading(shard, start, stop) if self._keys is not None and whole else nullcontext():
+            for name, target in own.tensors.items():
+                source = saved.tensors[name]
+                if name in wide:
+                    target.copy_(source)
+                elif isinstance(saved, RowSet):
+                    target.index_copy_(0, places, source[held].to(target.dtype))
+                else:
+                    target[start - own.start : stop - own.start].copy_(source[held])
+            self._storage.written(shard, run)
         if len(places):
             self.watches.loaded(shard, places)
 

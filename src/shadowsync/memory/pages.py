@@ -57,8 +57,8 @@ def expect_at_random(tensor: Tensor) -> None:
 
 def read_ahead(records: Tensor, rows: Tensor | range) -> None:
     """Has pages of a mapped file in memory when it returns: those of rows of a tensor `[R, D]`, by number, int64 `[K]`,
-    or of a run of them. They are all asked for before the first is waited for (process_madvise(2), Linux 5.10); a
-    system that does not know this reads one after the other.
+    or of a run of them. They are all asked for before the first is waited for, many with one call where the system
+    allows that (process_madvise(2)), else one by one.
 
     Of 2,000 rows in a cold file 105,000 a second came like this, 80,000 by 16 threads that wait for a page each, which
     took twice the processor's time, too (two cores of an EPYC).
@@ -85,13 +85,26 @@ def read_ahead(records: Tensor, rows: Tensor | range) -> None:
 
 def _will_need(spans: NDArray[np.int64]) -> None:
     """Pieces of memory, address and bytes `[N, 2]`, are to be read."""
-    library, spans = ctypes.CDLL(None, use_errno=True), np.ascontiguousarray(spans, dtype=np.uint64)
-    process = os.pidfd_open(os.getpid())
+    library = ctypes.CDLL(None, use_errno=True)
+    for address, size in spans[_advised(library, np.ascontiguousarray(spans, dtype=np.uint64)) :].tolist():
+        library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
+
+
+def _advised(library: ctypes.CDLL, spans: NDArray[np.uint64]) -> int:
+    """How many of the first of these pieces one call for many has told the system of."""
+    try:
+        process = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):  # an old system, a sandbox
+        return 0
+    call = library.syscall
+    call.restype = ctypes.c_long
     try:
         for start in range(0, len(spans), _SPANS):
             part = spans[start : start + _SPANS]
             given = process, ctypes.c_void_p(part.ctypes.data), ctypes.c_size_t(len(part)), mmap.MADV_WILLNEED, 0
-            library.syscall(_PROCESS_MADVISE, *given)
+            if call(_PROCESS_MADVISE, *given) != int(part[:, 1].sum()):
+                return start
+        return len(spans)
     finally:
         os.close(process)
 

@@ -32,7 +32,7 @@ from throughput import KAGGLE_ROWS
 from shadowsync.report.files import read_events, read_frames
 
 HOSTS, COMES_AT, LEAVES_AT, LIMIT = 3, 0.25, 0.5, 5.0
-EXPECTED_EPS = 20_000
+EXPECTED_EPS = 45_000
 OPTIONS = (
     *("report.html=false", "report.tensorboard=false", "report.every_s=0.5", "recovery.mode=none"),
     *("data.name=synthetic", f"data.table_rows={list(KAGGLE_ROWS)}".replace(" ", ""), "data.test_rows=50000"),

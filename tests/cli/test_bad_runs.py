@@ -24,6 +24,12 @@ def test_results_of_a_run_are_not_overwritten(trained: CommandLine) -> None:
     assert digest(trained.folder / "out") == before
 
 
+def test_only_a_run_whose_servers_move_is_drained(trained: CommandLine) -> None:
+    assert_sentence(trained("drain", "nowhere", "host-1"), 2, ["nowhere", "is not the folder of a run"])
+    assert_sentence(trained("drain", "out", "host-1"), 2, ["stay where they are", "cluster.max_servers is not set"])
+    assert not (trained.folder / "out" / "drain.json").exists()
+
+
 def test_the_remains_of_a_run_without_a_checkpoint(trained: CommandLine) -> None:
     shutil.rmtree(trained.folder / "out" / "checkpoints")
     assert_sentence(trained(*train()), 2, ["out holds a run already", "remove it"])

@@ -167,7 +167,12 @@ def test_a_machine_that_is_to_be_shut_down_is_emptied_of_all_roles(
         config = by_gradients(config, method)
     else:
         config |= {"sync": {"method": method}}
-    script = Script(lambda: ask_to_leave(out, ["machine-0"]) and None, lambda: cluster.happened("driver", "moved"))
+
+    def leave() -> None:
+        assert soon((out / "roles.json").exists)
+        ask_to_leave(out, ["machine-0"])
+
+    script = Script(leave, lambda: any("is empty" in told for told in moved(out)))
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
     assert result.data.trained_samples == ROWS * 6
     assert set(ledger.rows) == set(range(ROWS))
@@ -247,6 +252,7 @@ def test_what_cannot_be_emptied_is_said(tmp_path: Path, cluster: Cluster) -> Non
     del config["cluster"]["max_servers"]
 
     def ask() -> None:
+        assert soon((out / "roles.json").exists)
         fails(lambda: ask_to_leave(out, ["machine-0"]), ConfigError, "stay where they are, as cluster.max_servers")
         (out / "drain.json").write_text('["machine-0"]')
 
@@ -300,6 +306,7 @@ def test_the_memory_of_a_dense_server_that_has_moved_holds_the_central_copy(
     leaving: list[str] = []
 
     def leave() -> None:
+        assert soon((out / "roles.json").exists)
         leaving.append(places_of(out)["dense-0"])
         ask_to_leave(out, leaving)
 
@@ -313,10 +320,12 @@ def test_the_only_trainer_stays_until_another_is_there(tmp_path: Path, cluster: 
     out = tmp_path / "out"
     cluster.make = lambda: Named(JobKeys.make(), 2)
     config = moving_settings(tmp_path, data={"epochs": 4})
-    script = Script(
-        lambda: ask_to_leave(out, [places_of(out)["trainer-0"]]) and None,
-        lambda: cluster.happened("driver", "waiting"),
-    )
+
+    def leave() -> None:
+        assert soon((out / "roles.json").exists)
+        ask_to_leave(out, [places_of(out)["trainer-0"]])
+
+    script = Script(leave, lambda: cluster.happened("driver", "waiting"))
     result = Job(beside_own_model(config), model=Tower(), out=out, failures=script).run()
     assert result.recovery.failures == 0
     (told,) = {event.detail for event in read_events(out) if event.event == "waiting" and event.role == "driver"}
@@ -348,6 +357,7 @@ def test_what_the_command_refuses(tmp_path: Path, cluster: Cluster) -> None:
     cluster.make = lambda: Named(JobKeys.make(), 1)
 
     def ask() -> None:
+        assert soon((out / "roles.json").exists)
         fails(lambda: ask_to_leave(out, ["mashine-0"]), ConfigError, "no role of the run is on mashine-0", "machine-0")
         assert ask_to_leave(out, ["machine-0"]) == ("machine-0",)
         assert ask_to_leave(out, ["machine-0"], stay=True) == ()

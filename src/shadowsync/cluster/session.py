@@ -125,10 +125,8 @@ class Session:
         self.given_up: str | None = None
         self.course = Course()
         self.most_held_bytes: int | None = None
-        self._keys, self._stored = (
-            ServerCounts(EmbeddingService.key_counts),
-            ServerCounts(EmbeddingService.stored_counts),
-        )
+        self._keys = ServerCounts(EmbeddingService.key_counts)
+        self._stored = ServerCounts(EmbeddingService.stored_counts)
         self._wire_before = WireTotals()
         self._syncs_before = 0
         self._position = position

@@ -1,5 +1,6 @@
-"""What the benchmarks of a cluster share: runs inside a testbed, and results kept a file each, so that they go on."""
+"""What the benchmarks of a cluster share: runs inside a testbed, and results that are kept, so that they go on."""
 
+import contextlib
 import json
 import os
 import sys
@@ -26,7 +27,9 @@ WIRES: Mapping[str, tuple[str, ...]] = {
 
 
 class Cells:
-    """Results by name, each a JSON file in a folder: what is there need not be run again.
+    """Results by name, a line of JSON each in a folder's `runs.jsonl`: what is there need not be run again.
+
+    One script at a time writes; of a name the last line counts, and a line that was cut is none.
 
     Args:
         folder: made if it is not there.
@@ -35,24 +38,30 @@ class Cells:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "runs.jsonl"
 
     def read(self, name: str) -> dict[str, Any] | None:
         """The result called `name`; None if it has not been run yet."""
-        path = self._path(name)
-        return json.loads(path.read_text()) if path.exists() else None
+        return self._found().get(name)
 
     def write(self, name: str, result: dict[str, Any]) -> None:
-        """Keeps a result, whole or not at all."""
-        beside = self._path(name).with_suffix(".new")
-        beside.write_text(json.dumps(result, indent=1) + "\n")
-        beside.replace(self._path(name))
+        """Keeps a result."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"cell": name, "result": result}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def all(self) -> list[dict[str, Any]]:
         """Every result, by name."""
-        return [json.loads(path.read_text()) for path in sorted(self.folder.glob("*.json"))]
+        return [result for _, result in sorted(self._found().items())]
 
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
+    def _found(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for line in self._path.read_text("utf-8").split("\n")[:-1] if self._path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                kept = json.loads(line)
+                found[kept["cell"]] = kept["result"]
+        return found
 
 
 def train_command(out: Path, overrides: Sequence[str]) -> list[str]:

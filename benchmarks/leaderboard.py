@@ -22,7 +22,7 @@ which is a yardstick.
 Differences of AUC on the test rows are paired by seed, with an interval of 95 % (Student's t). `within` says `yes`
 where the whole interval lies within 0.001, `mean` where the mean difference does. Rates have the validations in them.
 
-A finished run is one file of FOLDER; started again, the script goes on where it stopped.
+A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
 
 import argparse

@@ -8,7 +8,7 @@ hosts (network namespaces, each link at that rate). After a quarter of the rows 
 over; after half of them the second host is to be shut down, is emptied (`shadowsync drain`), and its Ray node is ended.
 Runs in which nothing happens take turns with these. All hosts share the machine's cores. Root rights are needed.
 
-A finished run is one file of FOLDER; started again, the script goes on where it stopped.
+A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
 
 import argparse

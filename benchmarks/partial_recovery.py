@@ -15,7 +15,7 @@ and memory, as where it is preempted, and comes back empty; no failures, full an
 choosing its own interval.
 Seconds are measured. Root rights are needed.
 
-A finished run is one file of FOLDER; started again, the script goes on where it stopped.
+A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
 
 import argparse

@@ -5,8 +5,8 @@
 
 Every trainer is emulated: it computes a small batch, then waits until its step has lasted as long as on the machine it
 stands for, so that sixteen of them fit on two cores. Servers and network are real: each dense server has a host of its
-own in the testbed, behind a link of `--rate`, and each trainer has as much of its host's link. A finished run is one
-file of FOLDER; started again, the script goes on where it stopped. Root rights are needed.
+own in the testbed, behind a link of `--rate`, and each trainer has as much of its host's link. A finished run is a
+line of FOLDER/runs.jsonl; started again, the script goes on where it stopped. Root rights are needed.
 
 The law (the project's own arithmetic), `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of
 `T` seconds: every-k EASGD saturates at `n = P·b·k·T / |w|` trainers; background EASGD stays linear, and its gap is

@@ -11,7 +11,7 @@ of emulated machines; where all workers begin at once, as in synchronous rounds,
 short steps cost `sync` more than as many machines would. The test AUC beside them is that after these seconds, so a
 faster method has seen more.
 
-A cell is a file of FOLDER; started again, the script goes on where it stopped.
+A cell is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
 
 import argparse

@@ -14,8 +14,9 @@ whoever computes it. A run ends at the switch and at the quarter within a frame 
 trained anew, so a switch begins with nothing under way. Staleness and examples/s are those of the other method, up to
 the quarter or the switch; the speed of more than one worker is that of emulated machines.
 
-Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a file of
-FOLDER; started again, the script goes on where it stopped. First halves that cells share are kept in FOLDER/halves.
+Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a line of
+FOLDER/runs.jsonl; started again, the script goes on where it stopped. First halves that cells share are kept in
+FOLDER/halves.
 """
 
 import argparse

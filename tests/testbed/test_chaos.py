@@ -162,8 +162,9 @@ def test_the_tables_and_the_picture_are_made_from_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [row("undisturbed-00"), row("run-00", wall_s=26.0, auc=0.9395), row("run-01", error="status 1: it broke")]
+    kept = chaos.Cells(tmp_path)
     for one in rows:
-        (tmp_path / f"{one['name']}.json").write_text(json.dumps(one))
+        kept.write(one["name"], one)
     picture = tmp_path / "picture.png"
     monkeypatch.setattr(sys, "argv", ["chaos", "--out", str(tmp_path), "--report", "--picture", str(picture)])
     chaos.main()

@@ -31,7 +31,7 @@ def test_the_shares_of_all_processes_are_the_batches_that_shadowsync_reads(rows:
     assert torch.equal(torch.cat(together), torch.cat(whole)), "each sample once an epoch, in the same order"
 
 
-def test_results_are_kept_a_file_each(tmp_path: Path) -> None:
+def test_results_are_kept_a_line_each(tmp_path: Path) -> None:
     kept = Cells(tmp_path / "new")
     assert kept.read("one") is None
     kept.write("two", {"eps": 2.0})
@@ -39,7 +39,9 @@ def test_results_are_kept_a_file_each(tmp_path: Path) -> None:
     kept.write("one", {"eps": 1.5})
     assert Cells(tmp_path / "new").read("one") == {"eps": 1.5}
     assert kept.all() == [{"eps": 1.5}, {"eps": 2.0}]
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["one.json", "two.json"]
+    with (tmp_path / "new" / "runs.jsonl").open("a") as file:
+        file.write('{"cell": "one", "result": {"eps": 3.0}')  # and then the machine went down
+    assert kept.read("one") == {"eps": 1.5}
 
 
 def test_what_keeps_a_testbed_from_being_made_ends_a_script_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Machines that a run is to leave, as they stand in its folder: a command writes them, the job that runs reads them."""
 
+import fcntl
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -49,6 +50,12 @@ def ask_to_leave(out: Path, machines: Collection[str], stay: bool = False) -> tu
         SaveError: it cannot be written there.
     """
     _check_goes_on(out)
+    with (out / CONFIG_FILE).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # others may ask for other machines at this moment
+        return _asked(out, machines, stay)
+
+
+def _asked(out: Path, machines: Collection[str], stay: bool) -> tuple[str, ...]:
     places = _places(out).values()
     there = {name for place in places for name in (place.host, place.machine)} - {""}
     if not stay and (unknown := next((name for name in machines if name not in there), None)) is not None:

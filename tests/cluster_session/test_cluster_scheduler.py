@@ -310,6 +310,18 @@ def test_a_machine_that_is_to_be_shut_down_is_emptied() -> None:
     assert Moving(machines, [placed[2], placed[4]], ["a"]).next() == ("dense-0", "a", "c")
 
 
+def test_rows_come_back_to_as_many_machines_as_may_hold_some() -> None:
+    """One that was to be shut down and is not has left rows on one more."""
+    three = [machine("a"), machine("b"), machine("c"), machine("d")]
+    placed = [(rows(0, 3), "a"), (rows(1, 1), "b"), (rows(2, 2), "c")]
+    assert Moving(three, placed, most=2).next() == ("embedding-1", "b", "c")
+    assert Moving(three, placed, most=3).next() is None
+
+
+def test_rows_without_a_size_stay() -> None:
+    assert Moving([machine("a"), machine("b")], [(rows(0, 0), "a"), (rows(1, 0), "a")]).next() is None
+
+
 def test_nobody_is_put_on_a_machine_that_is_to_be_shut_down() -> None:
     places = Moving([machine("a"), machine("b")], [(rows(0, 1), "b")], ["a"])
     assert {order.machine for wanted in trainers(3) if (order := places.put(wanted)) is not None} == {"b"}

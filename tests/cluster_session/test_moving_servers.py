@@ -15,7 +15,7 @@ from wired_roles import Wired
 
 from shadowsync import Job
 from shadowsync.cluster import manager, moves
-from shadowsync.draining import ask_to_leave, wait_until_left
+from shadowsync.draining import ask_to_leave, to_leave, wait_until_left
 from shadowsync.embedding.moving import ArrivingService
 from shadowsync.errors import ConfigError
 from shadowsync.report.files import read_events
@@ -331,6 +331,42 @@ def test_the_only_trainer_stays_until_another_is_there(tmp_path: Path, cluster: 
     (told,) = {event.detail for event in read_events(out) if event.event == "waiting" and event.role == "driver"}
     assert "for trainer-0 there is no room elsewhere, or no other trainer" in told
     assert "cluster.max_trainers" in told
+
+
+def test_a_machine_that_was_emptied_and_shut_down_is_not_missed(tmp_path: Path, cluster: Cluster) -> None:
+    out = tmp_path / "out"
+    cluster.make = lambda: Named(JobKeys.make(), 2)
+    config = moving_settings(tmp_path, train={"trainers": 2}, data={"epochs": 6}) | {"sync": {"method": "easgd"}}
+    looked: list[int] = []
+
+    def empty() -> bool:
+        if not any("is empty" in told for told in moved(out)):
+            return False
+        cluster.runtime.lost.add("machine-0")
+        looked.append(0)
+        return len(looked) > 10
+
+    def leave() -> None:
+        assert soon((out / "roles.json").exists)
+        ask_to_leave(out, ["machine-0"])
+
+    Job(beside_own_model(config), model=Tower(), out=out, failures=Script(leave, empty)).run()
+    assert looked
+    assert not [event for event in read_events(out) if event.event == "waiting" and event.role == "driver"]
+
+
+def test_several_may_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowsync.draining._check_goes_on", lambda _: None)
+    names = [f"machine-{index}" for index in range(8)]
+    roles = {f"trainer-{index}": {"host": name, "machine": name} for index, name in enumerate(names)}
+    (tmp_path / "roles.json").write_text(json.dumps(roles))
+    (tmp_path / "config.yaml").touch()
+    threads = [threading.Thread(target=ask_to_leave, args=(tmp_path, [name])) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(to_leave(tmp_path)) == names
 
 
 DAMAGED = ["{", '["a", 1]', '["\xff"]', "[" + " " * (1 << 20) + "]"]

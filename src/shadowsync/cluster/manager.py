@@ -276,11 +276,11 @@ class ClusterManager:
         most = self.spec.job.config.cluster.max_servers
         return Scheduler(self._runtime.machines(), placed, self.leaving, most, avoided)
 
-    def leave(self, names: Collection[str]) -> Collection[str]:
+    def leave(self, names: Collection[str]) -> frozenset[str]:
         """Machines of these names or ids are to be shut down, and no others; the names of which there is none."""
         machines = self._runtime.machines() if names else ()
         self.leaving = frozenset(machine.id for machine in machines if {machine.id, machine.name} & set(names))
-        return set(names) - {name for machine in machines for name in (machine.id, machine.name)}
+        return frozenset(names) - {name for machine in machines for name in (machine.id, machine.name)}
 
     def name_of(self, machine: str) -> str:
         return next((found.name for found in self._runtime.machines() if found.id == machine), machine)

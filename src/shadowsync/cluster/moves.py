@@ -54,6 +54,8 @@ class Moves:
     wake: Callable[[], None]
     done: int = 0
     _names: frozenset[str] = frozenset()
+    _met: frozenset[str] = frozenset()
+    _gone: frozenset[str] = frozenset()
     _under_way: Future[None] | None = None
     _role: str = ""
     _target: Member | None = None
@@ -77,7 +79,10 @@ class Moves:
         if self._under_way is not None or self._closing.is_set() or now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        unknown = self.manager.leave(self._names)
+        self._gone &= self._names
+        unknown = self.manager.leave(self._names - self._gone)
+        self._gone |= unknown & self._met  # they were shut down, and a machine of that name that comes is another one
+        self._met, unknown = (self._met | self._names) - unknown, unknown - self._gone
         scheduler = self.manager.scheduler([machine for machine, (until, _) in self._avoided.items() if now < until])
         cluster, with_trainers = self.manager.spec.job.config.cluster, self.manager.dense.is_with_trainers
         if (found := scheduler.next_move(cluster.min_servers)) is not None:
@@ -201,7 +206,7 @@ class Moves:
             with self.still():
                 for member in [members[guest.role] for guest in guests]:
                     self.manager.supervisor.give_up(member, "its machine is to be shut down", asked=True)
-        except PeerLost:
+        except GONE:
             self._look_at = time.monotonic() + RETRY_S
 
     def _tell_how_it_is(self, scheduler: Scheduler, unknown: Collection[str]) -> None:

@@ -54,8 +54,9 @@ class Scheduler:
         """A server that should change its machine, as it is and as it would be; None if none should.
 
         First those on machines that are to be shut down: embedding servers, unless fewer than `fewest` machines would
-        hold any then, and when trainers have gone, dense servers. Otherwise an embedding server off the machine of
-        whose memory they fill the largest share, where that falls by a tenth at least.
+        hold any then, and when trainers have gone, dense servers. Then those on one machine more than may hold some.
+        Otherwise an embedding server off the machine of whose memory they fill the largest share, where that falls by a
+        tenth at least.
         """
         rows, dense = self.leavers("embedding"), self.leavers("dense")
         for placed in sorted(rows, key=lambda server: (-server.bytes, server.role)):
@@ -68,9 +69,24 @@ class Scheduler:
                     return placed, found
         if rows or dense:
             return None
+        return self._from_one_too_many() or self._off_the_fullest(fewest)
+
+    def _from_one_too_many(self) -> tuple[LaunchRequest, LaunchRequest] | None:
+        """A server off the machine with the fewest rows, where more hold some than may."""
+        holding = [machine for machine in self._machines if machine.id in self.holding()]
+        if self._most is None or len(holding) <= self._most:
+            return None
+        least = min(holding, key=lambda machine: (self._rows_on(machine), machine.id))
+        without = {machine.id for machine in self._machines} - {machine.id for machine in holding}
+        for placed in (placed for placed in self._on(least) if placed.kind == "embedding"):
+            if (found := self._elsewhere(placed, without)) is not None:
+                return placed, found
+        return None
+
+    def _off_the_fullest(self, fewest: int) -> tuple[LaunchRequest, LaunchRequest] | None:
         holding = [machine for machine in self._machines if machine.id in self.holding()]
         shares = {machine.id: _share(machine, self._rows_on(machine)) for machine in holding}
-        if not shares:
+        if not any(shares.values()):
             return None
         before, fullest = max((share, machine) for machine, share in shares.items())
         moves, each = [], {machine.id: machine for machine in self._machines}

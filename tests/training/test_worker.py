@@ -185,8 +185,11 @@ def test_every_batch_reaches_the_update_once_and_in_order() -> None:
     assert set(update.settled_at) == {bench.count}, "nothing is on its way while the worker idles, and at its end"
 
 
-def test_a_look_up_is_prepared_while_the_answer_is_waited_for() -> None:
+@pytest.mark.parametrize("admits", [False, True])
+def test_a_look_up_is_prepared_while_the_answer_is_waited_for(admits: bool) -> None:
+    """And rows are read after it: none is older than the step that the worker was let go on from."""
     bench = Bench(Rates(), count=2)
+    bench.rows = Rows(admits)
     bench.train(Kept(happened=bench.rows.happened))
     assert bench.rows.happened == ["asked", "prepared", "admitted", "fetched"] * 2
 
@@ -212,6 +215,30 @@ def test_no_pause_comes_between_a_look_up_that_admits_keys_and_its_step(admits: 
                 assert len(update.numbers) == bench.rows.happened.count("fetched") > 0
             else:
                 assert not update.numbers
+        finally:
+            go_on.set()
+            bench.gate.release()
+        training.result(WAIT_S)
+    assert update.numbers == list(range(bench.count))
+
+
+def test_a_pause_waits_for_a_look_up_ahead_that_admits_keys_and_the_next_one_for_the_pause() -> None:
+    bench, update = Bench(Rates()), Kept()
+    looking, go_on = threading.Event(), threading.Event()
+
+    def look() -> None:
+        looking.set()
+        assert go_on.wait(WAIT_S)
+
+    bench.rows = Rows(admits=True, preparing=look)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(bench.train, update)
+        try:
+            assert looking.wait(WAIT_S)
+            assert not bench.gate.hold(0.05)
+            go_on.set()
+            assert bench.gate.hold(WAIT_S)
+            assert bench.rows.happened.count("prepared") == 1
         finally:
             go_on.set()
             bench.gate.release()

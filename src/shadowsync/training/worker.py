@@ -342,16 +342,18 @@ class Worker:
         leased = self._context.feed.next(wait)
         if leased is None:
             return None
-        admitted = self.update.begin(leased)
-        if not self._embeddings.admits:
-            return self._look_up(leased, admitted)
-        with self._context.gate.changing():
-            ready = self._look_up(leased, lambda: True)
-        return ready if admitted() else None
+        changing = self._context.gate.changing if self._embeddings.admits else contextlib.nullcontext
+        return self._look_up(leased, self.update.begin(leased), changing)
 
-    def _look_up(self, leased: LeasedBatch, admitted: Callable[[], bool]) -> _Ready | None:
+    def _look_up(
+        self,
+        leased: LeasedBatch,
+        admitted: Callable[[], bool],
+        changing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> _Ready | None:
         ids, looked_up = self._module.ask(leased.batch)
-        prepared = self._embeddings.prepare(ids)
+        with changing():
+            prepared = self._embeddings.prepare(ids)
         return (leased, self._embeddings.fetch(prepared), looked_up) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:

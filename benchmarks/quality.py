@@ -10,12 +10,11 @@ background reached in the run of the same task, method and seed at four trainers
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from matplotlib.figure import Figure
 from shadowsync import Job
 
 sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells
 from machine import describe, table
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -100,19 +100,17 @@ def run(cell: Cell, matched_k: int) -> dict[str, Any]:
     }
 
 
-def run_all(cells: list[Cell], record: Path) -> list[dict[str, Any]]:
-    """Runs what the record lacks."""
-    lines = record.read_text().splitlines() if record.exists() else []
-    done = {Cell(**{key: row[key] for key in Cell.__dataclass_fields__}): row for row in map(json.loads, lines)}
+def run_all(cells: list[Cell], kept: Cells) -> list[dict[str, Any]]:
+    """Runs what was not kept."""
+    rows = []
     for number, cell in enumerate(cells):
-        if cell in done:
-            continue
-        background = done.get(Cell(cell.task, cell.trainers, cell.method, "background", cell.seed))
-        done[cell] = run(cell, max(1, round(background["gap"])) if background else 1)
-        with record.open("a") as file:
-            file.write(json.dumps(done[cell]) + "\n")
-        print(f"{number + 1}/{len(cells)} {cell}: AUC {done[cell]['auc']:.4f}", file=sys.stderr, flush=True)
-    return [done[cell] for cell in cells]
+        if (row := kept.read(str(cell))) is None:
+            background = kept.read(str(replace(cell, schedule="background")))
+            row = run(cell, max(1, round(background["gap"])) if background else 1)
+            kept.write(str(cell), row)
+            print(f"{number + 1}/{len(cells)} {cell}: AUC {row['auc']:.4f}", file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
 
 
 def spread(values: list[float]) -> str:
@@ -177,8 +175,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--trainers", type=int, nargs="+", default=[2, 4, 8])
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = run_all(list(grid(arguments.tasks, arguments.trainers, arguments.seeds)), arguments.out / "runs.jsonl")
+    rows = run_all(list(grid(arguments.tasks, arguments.trainers, arguments.seeds)), Cells(arguments.out))
     print("\n".join(describe()))
     for task in arguments.tasks:
         best = next((row["best_auc"] for row in rows if row["task"] == task and row["best_auc"]), None)

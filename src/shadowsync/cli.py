@@ -234,10 +234,11 @@ def drain(
 
     wanted = ask_to_leave(folder, machines, stay)
     typer.echo(f"to be emptied: {', '.join(wanted) or 'none'}")
-    if not stay and (left := wait_until_left(folder, machines, wait_s)):
+    if stay:
+        return
+    if left := wait_until_left(folder, machines, wait_s):
         raise RunError(f"{', '.join(left)} are still there; {folder}/events.jsonl says what was tried")
-    if not stay:
-        typer.echo(f"no role of the run is on {', '.join(machines)} any more")
+    typer.echo(f"no role of the run is on {', '.join(machines)} any more")
 
 
 class _Data(TyperGroup):

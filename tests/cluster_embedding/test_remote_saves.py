@@ -110,7 +110,6 @@ def assert_copies(found: Sequence[Rows | RowSet], server: EmbeddingServer) -> No
 @pytest.fixture
 def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding_saves, "MOST_ROWS", 5)
-    monkeypatch.setattr("shadowsync.checkpoint.remote_save.MOST_ROWS", 5)
 
 
 @pytest.fixture

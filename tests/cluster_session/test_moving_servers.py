@@ -79,6 +79,16 @@ class Named(Wired):
         self._machines.append(Machine(f"machine-{number}", f"machine-{number}", 64.0, 1 << 40))
 
 
+def asking_to_leave(out: Path, machine: str) -> Callable[[], None]:
+    """Asks as soon as it is known where roles are."""
+
+    def ask() -> None:
+        assert soon((out / "roles.json").exists)
+        ask_to_leave(out, [machine])
+
+    return ask
+
+
 def moved(out: Path) -> list[str]:
     return [event.detail for event in read_events(out) if event.event == "moved"]
 
@@ -167,12 +177,7 @@ def test_a_machine_that_is_to_be_shut_down_is_emptied_of_all_roles(
         config = by_gradients(config, method)
     else:
         config |= {"sync": {"method": method}}
-
-    def leave() -> None:
-        assert soon((out / "roles.json").exists)
-        ask_to_leave(out, ["machine-0"])
-
-    script = Script(leave, lambda: any("is empty" in told for told in moved(out)))
+    script = Script(asking_to_leave(out, "machine-0"), lambda: any("is empty" in told for told in moved(out)))
     result = Job(beside_own_model(config), model=Witness(ledger), out=out, failures=script).run()
     assert result.data.trained_samples == ROWS * 6
     assert set(ledger.rows) == set(range(ROWS))
@@ -346,11 +351,9 @@ def test_a_machine_that_was_emptied_and_shut_down_is_not_missed(tmp_path: Path, 
         looked.append(0)
         return len(looked) > 10
 
-    def leave() -> None:
-        assert soon((out / "roles.json").exists)
-        ask_to_leave(out, ["machine-0"])
-
-    Job(beside_own_model(config), model=Tower(), out=out, failures=Script(leave, empty)).run()
+    Job(
+        beside_own_model(config), model=Tower(), out=out, failures=Script(asking_to_leave(out, "machine-0"), empty)
+    ).run()
     assert looked
     assert not [event for event in read_events(out) if event.event == "waiting" and event.role == "driver"]
 

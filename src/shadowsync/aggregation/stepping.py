@@ -4,6 +4,7 @@ It is one server's, or divided among several that each step whole parameters. `P
 server j's), `Q` parameters in it.
 """
 
+import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,11 +323,8 @@ class DenseStepper:
         """The one at that position among the gradients that wait for a step, with the number of its batch, as
         `DenseGradient`; None beyond the last. Nobody adds or takes any meanwhile."""
         with self._lock:
-            held = list(self._held.items())
-        if not 0 <= position < len(held):
-            return None
-        number, gradient = held[position]
-        return number, gradient.used, gradient.flat.cpu()
+            found = next(itertools.islice(self._held.items(), position, None), None) if position >= 0 else None
+        return None if found is None else (found[0], found[1].used, found[1].flat.cpu())
 
     def _check(self, step: DenseStep, generation: int) -> None:
         check_generation(self._generation, generation)

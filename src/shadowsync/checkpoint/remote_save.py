@@ -9,7 +9,16 @@ from torch import Tensor
 
 from shadowsync.checkpoint.loading import Written
 from shadowsync.embedding.messages import as_int64, id_type
-from shadowsync.embedding.saves import CHUNK_BYTES, MOST_ROWS, Copy, SaveMethods, in_order, live_set, live_shard
+from shadowsync.embedding.saves import (
+    CHUNK_BYTES,
+    Copy,
+    SaveMethods,
+    ask_for_singles,
+    in_order,
+    live_set,
+    live_shard,
+    rows_at_once,
+)
 from shadowsync.embedding.table import Rows, RowSet, Shard, parts_of
 from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.pending import Pending
@@ -108,13 +117,11 @@ class RemoteSave:
             yield later(self.connection, SaveMethods.rows, index, start, stop, self.number)
 
     def _singles(self, index: int, shard: Shard, numbers: Tensor, first: int, last: int) -> Iterator["_Copied"]:
-        step = self._rows_at_once(shard)
-        for start in range(first, last, step):
-            part = numbers[start : min(start + step, last)].to(id_type(shard.table.rows))
-            yield later(self.connection, SaveMethods.singles, self.number, index, part)
+        at_once = self._rows_at_once(shard)
+        return ask_for_singles(self.connection, self.number, index, shard, numbers[first:last], at_once)
 
     def _rows_at_once(self, shard: Shard) -> int:
-        return min(MOST_ROWS, max(1, self.chunk_bytes // (4 * shard.table.dim)))
+        return rows_at_once(shard, self.chunk_bytes)
 
 
 _Copied = Pending[Mapping[str, Tensor]]

@@ -522,9 +522,7 @@ class ClusterManager:
     def tell_of(self, server: Member) -> None:
         """Every trainer hears where a server is that took a dead one's place; of a reader, which one is its own."""
         for trainer in self.trainers():
-            found = self.reader_of(trainer) if server.kind == "reader" else server
-            index = 0 if server.kind == "reader" else server.index
-            later(trainer.connection, TrainerPart.moved, server.kind, index, found.endpoint.address)
+            self._redirect(trainer, self.reader_of(trainer) if server.kind == "reader" else server)
 
     def tell_replacement(self, trainer: Member) -> None:
         """A trainer has heard of servers that were replaced while its part was built when this returns.
@@ -554,6 +552,9 @@ class ClusterManager:
         """One that has no part yet is told when it has one."""
         if server.kind == "embedding":
             return later(trainer.connection, TrainerPart.reach, server.index, self.address(server, trainer))
+        return self._redirect(trainer, server)
+
+    def _redirect(self, trainer: Member, server: Member) -> Pending[None]:
         index = 0 if server.kind == "reader" else server.index
         return later(trainer.connection, TrainerPart.moved, server.kind, index, server.endpoint.address)
 

@@ -42,9 +42,6 @@ class Moves:
         pool: in which they are made.
         still: within it nobody changes anything; raises `PeerLost` if somebody died or does not stop.
         wake: called when one is over.
-
-    Attributes:
-        done: how many servers have changed their machine.
     """
 
     manager: ClusterManager
@@ -52,7 +49,6 @@ class Moves:
     pool: Executor
     still: Callable[[], AbstractContextManager[None]]
     wake: Callable[[], None]
-    done: int = 0
     _names: frozenset[str] = frozenset()
     _met: frozenset[str] = frozenset()
     _gone: frozenset[str] = frozenset()
@@ -106,18 +102,17 @@ class Moves:
         """None changes anything any more when this returns; a process that was about to start may, and is ended."""
         self.abort()
         if self._target is not None:
-            wait(self.under_way)
+            self._wait()
 
     def close(self) -> None:
         """No more of them; returns when the last one is over."""
         self._closing.set()
         self.abort()
-        wait(self.under_way)
+        self._wait()
 
-    @property
-    def under_way(self) -> list[Future[None]]:
-        """That which is, if one is."""
-        return [] if self._under_way is None else [self._under_way]
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            wait([self._under_way])
 
     def _begin(self, role: str, act: Callable[[], None]) -> None:
         self._role, self._called_off = role, False
@@ -149,7 +144,6 @@ class Moves:
             return
         finally:
             self._target = None
-        self.done += 1
         self._avoided.pop(target.endpoint.machine, None)
         told = _told(source, target, copied.plus(rest), time.monotonic() - began, still_s)
         self.events.add(source.role, "moved", told)

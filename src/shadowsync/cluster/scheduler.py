@@ -73,31 +73,27 @@ class Scheduler:
 
     def _from_one_too_many(self) -> tuple[LaunchRequest, LaunchRequest] | None:
         """A server off the machine with the fewest rows, where more hold some than may."""
-        holding = [machine for machine in self._machines if machine.id in self.holding()]
+        holding = self._that_hold()
         if self._most is None or len(holding) <= self._most:
             return None
         least = min(holding, key=lambda machine: (self._rows_on(machine), machine.id))
-        without = {machine.id for machine in self._machines} - {machine.id for machine in holding}
-        for placed in (placed for placed in self._on(least) if placed.kind == "embedding"):
-            if (found := self._elsewhere(placed, without)) is not None:
-                return placed, found
-        return None
+        without = {machine.id for machine in self._machines} - self.holding()
+        moves = ((placed, self._elsewhere(placed, without)) for placed in self._embedding_on(least))
+        return next(((placed, found) for placed, found in moves if found is not None), None)
 
     def _off_the_fullest(self, fewest: int) -> tuple[LaunchRequest, LaunchRequest] | None:
-        holding = [machine for machine in self._machines if machine.id in self.holding()]
-        shares = {machine.id: _share(machine, self._rows_on(machine)) for machine in holding}
-        if not any(shares.values()):
+        holding = self._that_hold()
+        fullest = max(holding, key=lambda machine: (self._share(machine), machine.id), default=None)
+        if fullest is None or not self._share(fullest):
             return None
-        before, fullest = max((share, machine) for machine, share in shares.items())
-        moves, each = [], {machine.id: machine for machine in self._machines}
-        for placed in (placed for placed in self._placed if (placed.kind, placed.machine) == ("embedding", fullest)):
-            alone = self._rows_on(each[fullest]) == placed.bytes and len(holding) <= fewest
-            if not alone and (found := self._elsewhere(placed, ())) is not None:
-                left = _share(each[fullest], self._rows_on(each[fullest]) - placed.bytes)
-                there = each[str(found.machine)]
-                then = _share(there, self._rows_on(there) + placed.bytes)
-                moves.append((max(left, then), placed.bytes, placed.role, placed, found))
-        if not moves or (best := min(moves, key=lambda move: move[:3]))[0] > (1 - WORTH_MOVING) * before:
+        there = self._embedding_on(fullest)
+        moves = []
+        for placed in there if len(there) > 1 or len(holding) > fewest else ():
+            if (found := self._elsewhere(placed, ())) is not None:
+                target = next(machine for machine in self._machines if machine.id == found.machine)
+                share = max(self._share(fullest, -placed.bytes), self._share(target, placed.bytes))
+                moves.append((share, placed.bytes, placed.role, placed, found))
+        if not moves or (best := min(moves, key=lambda move: move[:3]))[0] > (1 - WORTH_MOVING) * self._share(fullest):
             return None
         return best[3], best[4]
 
@@ -118,10 +114,8 @@ class Scheduler:
 
     def leavers(self, *kinds: str) -> list[LaunchRequest]:
         """Roles of these kinds on machines that are to be shut down."""
-        return [placed for kind in kinds for placed in self._on_leaving(kind)]
-
-    def _on_leaving(self, kind: str) -> list[LaunchRequest]:
-        return [placed for placed in self._placed if placed.kind == kind and placed.machine in self._leaving]
+        gone = [placed for placed in self._placed if placed.machine in self._leaving]
+        return [placed for kind in kinds for placed in gone if placed.kind == kind]
 
     def _elsewhere(self, placed: LaunchRequest, but: Collection[str]) -> LaunchRequest | None:
         """The best place for a role on another machine than its own and these; None if there is none."""
@@ -129,9 +123,19 @@ class Scheduler:
         others = [other for other in self._placed if other is not placed]
         return Scheduler(machines, others, self._leaving, self._most, self._avoided).put(replace(placed, machine=None))
 
+    def _that_hold(self) -> list[Machine]:
+        return [machine for machine in self._machines if machine.id in self.holding()]
+
+    def _embedding_on(self, machine: Machine) -> list[LaunchRequest]:
+        return [placed for placed in self._on(machine) if placed.kind == "embedding"]
+
     def _rows_on(self, machine: Machine) -> int:
         """Bytes that embedding servers fill there."""
-        return sum(placed.bytes for placed in self._on(machine) if placed.kind == "embedding")
+        return sum(placed.bytes for placed in self._embedding_on(machine))
+
+    def _share(self, machine: Machine, more: int = 0) -> float:
+        """Of its memory that embedding servers fill, and so many bytes more."""
+        return (self._rows_on(machine) + more) / max(1, machine.memory_bytes)
 
     def machines_of(self, kind: str) -> int:
         """How many machines have a role of that kind."""
@@ -184,11 +188,6 @@ class Scheduler:
 
     def _on(self, machine: Machine) -> list[LaunchRequest]:
         return [placed for placed in self._placed if placed.machine == machine.id]
-
-
-def _share(machine: Machine, filled: int) -> float:
-    """Of its memory."""
-    return filled / max(1, machine.memory_bytes)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """What the servers and readers of a job serve, each built on its machine from what travels there."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,7 +21,7 @@ from shadowsync.errors import DataError
 from shadowsync.memory.shared import FileGate, SharedMemory
 from shadowsync.recovery.settings import moving_rows, row_tracking
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.served import Served, ask, served
+from shadowsync.rpc.served import Served, ask, each, served
 from shadowsync.runtime.runtime import ProcessContext
 from shadowsync.sync.dense import DenseServer
 from shadowsync.training.pieces import by_parameter
@@ -160,11 +159,9 @@ class StepperPart(DenseStepper, Imaged):
         before = self.connect(source)
         self._put_back(ask(before, Imaged.snapshot))
         self.restart(ask(before, DenseStepper.version), generation)
-        for position in itertools.count():
-            if (held := ask(before, DenseStepper.held_gradient, position)) is None:
-                return
-            number, used, flat = held
+        for number, used, flat in each(before, DenseStepper.held_gradient):
             self.hold(number, DenseGradient(flat.to(self.replica.flat.device), used))
+        before.close()
 
     def _put_back(self, image: TrainerImage) -> None:
         check_image(image.replica, dense_tensors(self.replica))

@@ -806,7 +806,7 @@ class Session:
     @property
     def moves(self) -> int | None:
         """Servers that have changed their machine; None where they stay."""
-        return None if self.config.cluster.max_servers is None else self._moves.done
+        return None if self.config.cluster.max_servers is None else self._manager.moved
 
     def computing(self) -> list[Computing]:
         """How workers compute, each way once; nothing as long as no trainer has said so."""

@@ -192,8 +192,8 @@ class Supervisor:
             if self._closed.is_set():
                 member.state = "dead"
                 return
-            coming, member.asked = self.coming.get(member.role) is member, asked
-            member.state = "left" if coming or asked else "dead"
+            if not (coming := self.coming.get(member.role) is member):
+                member.state, member.asked = "left" if asked else "dead", asked
         if coming:  # whoever waits for it hears of it, and nobody else has to
             self.dismiss(member)
             return
@@ -250,12 +250,9 @@ class Supervisor:
             reason = f"silent for {silent_s:.0f} s"
         if reason is not None:
             self.give_up(member, reason)
-        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable") and self._is_member(member):
+        elif (silent_s > UNREACHABLE_S) != (member.state == "unreachable") and self.members[member.role] is member:
             member.state = "unreachable" if member.state == "alive" else "alive"
             self.events.add(member.role, "unreachable" if member.state == "unreachable" else "reachable")
-
-    def _is_member(self, member: Member) -> bool:
-        return self.members.get(member.role) is member
 
 
 def first_error(errors: Sequence[BaseException | None]) -> BaseException | None:

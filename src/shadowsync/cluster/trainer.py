@@ -220,12 +220,11 @@ class TrainerPart(Imaged):
             self._places = list(others.embedding)
             reach = [self._server(*given) for given in enumerate(self._places)]
         unique = unique_rows(job.config, job.choices)
-        streams = range(job.config.train.workers)
-        self._ways = [[way(stream) for way in reach] for stream in streams]
-        self._clients = [
-            EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in self._ways
-        ]
-        return list(self._clients)
+        ways = [[way(stream) for way in reach] for stream in range(job.config.train.workers)]
+        self._first_ways = ways[0]
+        clients = [EmbeddingClient(job.tables, job.features, servers, unique, admits=True) for servers in ways]
+        self._clients = list(enumerate(clients))  # by worker
+        return clients
 
     def _begin_read_ahead(self) -> ReadAhead | None:
         """Where rows are on disk; what a wrapped module looks up is known only when it is called."""
@@ -234,8 +233,8 @@ class TrainerPart(Imaged):
         near = isinstance(others, Near) or any(address.memory is not None for address, _ in others.embedding)
         if job.disk is None or isinstance(job.model, Wrapped) or not near:
             return None
-        client = EmbeddingClient(job.tables, job.features, self._ways[0])
-        self._clients.append(client)
+        client = EmbeddingClient(job.tables, job.features, self._first_ways)
+        self._clients.append((0, client))
         ahead = ReadAhead(client)
         self._feed.opened = ahead.opened
         return ahead
@@ -394,10 +393,8 @@ class TrainerPart(Imaged):
             return
         self._places[position] = address, shards
         way = self._server(position, self._places[position])
-        for stream, ways in enumerate(self._ways):
-            ways[position] = way(stream)
-        for client, ways in zip(self._clients, [*self._ways, self._ways[0]], strict=False):
-            client.reach(ways)
+        for stream, client in self._clients:
+            client.reach(position, way(stream))
 
     # --- state -------------------------------------------------------------------------------------------------------
 

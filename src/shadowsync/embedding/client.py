@@ -81,20 +81,25 @@ class EmbeddingClient:
         self._feature_count = len(features)
         self._router = Router(tables, features, held)
         self._choose = partial(UniqueChoice, unique, tables, features, held)
-        self.reach(servers)
+        self._here: set[int] = set()
+        self._servers = [self._way(position, server) for position, server in enumerate(servers)]
+        self._unique = self._choose(self._here)
         self._translation = Translation(tables, features, held, admits)
         self.admits = admits and bool(self._translation)
         self._numbers = itertools.count()
         self.columns, self.width = self._router.selector.columns, self._router.selector.width
 
-    def reach(self, servers: Sequence[ServerProxy | EmbeddingServer]) -> None:
-        """The servers are reached so from now on, which hold what they held before; while nothing is under way."""
-        self._servers = [
-            ServerProxy.near(server, position) if isinstance(server, EmbeddingServer) else server
-            for position, server in enumerate(servers)
-        ]
-        self._here = {position for position, server in enumerate(servers) if isinstance(server, EmbeddingServer)}
+    def reach(self, position: int, server: ServerProxy | EmbeddingServer) -> None:
+        """A server is reached so from now on, which holds what it held before; while nothing is pushed."""
+        self._here.discard(position)
+        self._servers[position] = self._way(position, server)
         self._unique = self._choose(self._here)
+
+    def _way(self, position: int, server: ServerProxy | EmbeddingServer) -> ServerProxy:
+        if not isinstance(server, EmbeddingServer):
+            return server
+        self._here.add(position)
+        return ServerProxy.near(server, position)
 
     def pull(self, ids: Jagged) -> Pulled:
         """Pooled vectors and sequences for the ids of all features, in the order of the source's schema.

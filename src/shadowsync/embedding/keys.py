@@ -377,9 +377,8 @@ class KeyIndex:
         Afterwards time goes on from there; of a key that has two rows, as rows are copied at different moments, the one
         looked up last is its own; and those keys are pinned that the table says now.
         """
-        start, stop = (
-            min(max(row, own.start), own.stop) - own.start for own in (self._state[shard],) for row in (start, stop)
-        )
+        own = self._state[shard]
+        start, stop = max(start, own.start) - own.start, min(stop, own.stop) - own.start
         if shard not in self._place or start >= stop:
             yield
             return

@@ -466,15 +466,14 @@ class _Held:
             end = int(free[-1]) + 1 if len(free) == left else len(part)
             part[:end] -= (part[:end] > 0) & (part[:end] <= _MOST)
             part[free] = _KEPT
-            chosen = np.union1d(
-                chosen, free + hand
-            )  # others may have counted over what was marked, so that it came twice
+            # others may have counted over what was marked, so that it comes twice
+            chosen = np.union1d(chosen, free + hand)
             hand, looked = (hand + end) % total, looked + end
         self.hand[0] = hand
-        if len(chosen) < count:
-            used[chosen] = 0
-            return None
-        return chosen
+        if len(chosen) == count:
+            return chosen
+        used[chosen] = 0
+        return None
 
     def touch(self, rows: Tensor, slots: NDArray[np.int64]) -> None:
         """Has what `swap` reads and writes of the file in memory."""

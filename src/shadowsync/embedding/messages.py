@@ -5,7 +5,7 @@ codec encodes them. `N` rows of a server, `K` of them asked for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -89,6 +89,11 @@ def tensors_of(lookup: AnyLookup) -> tuple[Tensor, ...]:
     if isinstance(lookup, RowLookup):
         return (lookup.rows,)
     return tuple(t for t in (lookup.ids.values, lookup.ids.offsets, lookup.ids.weights) if t is not None)
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of all together."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class Coded(Meta, frozen=True):

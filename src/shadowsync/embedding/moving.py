@@ -5,19 +5,28 @@ and what else a server keeps, while everybody stands still. So nothing of what w
 training waits for the rows of a moment, not for the table.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from shadowsync.compression.codec import Codec
-from shadowsync.embedding.messages import as_int64, id_type
-from shadowsync.embedding.saves import CHUNK_BYTES, COPY_S, MOST_ROWS, SaveMethods, in_order, read_rows
+from shadowsync.embedding.messages import as_int64, total_bytes
+from shadowsync.embedding.saves import (
+    CHUNK_BYTES,
+    COPY_S,
+    MOST_ROWS,
+    ask_for_singles,
+    in_order,
+    read_rows,
+    rows_at_once,
+)
 from shadowsync.embedding.server import EmbeddingServer
 from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import RowSet
 from shadowsync.rpc.connection import Connection
-from shadowsync.rpc.served import ask, later, served
+from shadowsync.rpc.served import ask, each, served
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class ArrivingService(EmbeddingService):
         copied = Copied(0, 0)
         for rows in read_rows(self._source, self.server.shards):
             self.server.take(rows)
-            copied = copied.plus(Copied(rows.stop - rows.start, _bytes(rows.tensors.values())))
+            copied = copied.plus(Copied(rows.stop - rows.start, total_bytes(rows.tensors.values())))
         return copied
 
     @served()
@@ -62,13 +71,11 @@ class ArrivingService(EmbeddingService):
         copied = Copied(0, 0)
         for index, shard in enumerate(self.server.shards):
             for numbers in self._numbers(index):
-                step = max(1, CHUNK_BYTES // (4 * shard.table.dim))
-                parts = [numbers[first : first + step] for first in range(0, len(numbers), step)]
-                narrow = id_type(shard.table.rows)
-                asked = (later(self._source, SaveMethods.singles, None, index, part.to(narrow)) for part in parts)
-                for part, tensors in zip(parts, in_order(asked), strict=True):
+                at_once = rows_at_once(shard, CHUNK_BYTES)
+                asked = ask_for_singles(self._source, None, index, shard, numbers, at_once)
+                for part, tensors in zip(torch.split(numbers, at_once), in_order(asked), strict=True):
                     self.server.take(RowSet(shard.table, shard.start, shard.stop, part, tensors))
-                    copied = copied.plus(Copied(len(part), _bytes(tensors.values())))
+                    copied = copied.plus(Copied(len(part), total_bytes(tensors.values())))
         return copied
 
     @served(timeout_s=COPY_S)
@@ -77,13 +84,9 @@ class ArrivingService(EmbeddingService):
         is what the other one was, but that none of its rows count as saved."""
         copied = self.take_changed()
         self.server.take_over(ask(self._source, EmbeddingService.key_counts))
-        stepped = ask(self._source, EmbeddingService.newest_step)
-        self.server.forget_held(stepped)
-        position = 0
-        while (held := ask(self._source, EmbeddingService.held_gradient, position)) is not None:
-            batch, lookup, gradients = held
+        self.server.forget_held(ask(self._source, EmbeddingService.newest_step))
+        for batch, lookup, gradients in each(self._source, EmbeddingService.held_gradient):
             self.server.hold(batch, lookup, gradients)
-            position += 1
         self._source.close()
         return copied
 
@@ -94,7 +97,3 @@ class ArrivingService(EmbeddingService):
             first += len(numbers)
             if len(numbers) < MOST_ROWS:
                 return
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

@@ -21,6 +21,7 @@ from shadowsync.embedding.messages import (
     pack_masks,
     raw_bytes,
     tensors_of,
+    total_bytes,
     unpack_coded,
 )
 from shadowsync.embedding.requests import AnyLookup, RowLookup, Shapes, bounds_of, check_range
@@ -156,7 +157,7 @@ class ServerProxy:
     def _id_bytes(self, lookup: AnyLookup, packed: AnyLookup) -> tuple[int, int]:
         """What the ids of a look-up take as they cross, and would take as numbers."""
         if isinstance(lookup, RowLookup):
-            return _bytes(tensors_of(packed)), raw_bytes(lookup.rows, self._numbers.total)
+            return total_bytes(tensors_of(packed)), raw_bytes(lookup.rows, self._numbers.total)
         ids = lookup.ids
         size = len(ids.values) * (self._id_type.itemsize + (0 if ids.weights is None else 4))
         size += 0 if ids.offsets is None else 4 * len(ids.offsets)
@@ -166,7 +167,7 @@ class ServerProxy:
         codec = self._pulls.codec.level(coded.codec)
         decoded = unpack_coded(coded, codec, shapes, "vectors")
         tensors = tuple(found.tensor for found in decoded)
-        self._pulls.count(coded.byte_count, _bytes(tensors))
+        self._pulls.count(coded.byte_count, total_bytes(tensors))
         if codec.sparse:
             elements, kept = sum(t.numel() for t in tensors), sum(found.kept_count for found in decoded)
             self._pulls.count_kept(elements, kept, coded.refreshes, coded.early)
@@ -213,7 +214,7 @@ class ServerProxy:
             ids, raw_ids = self._id_bytes(lookup, packed)
             # in fp32 all of it would, without a mask, have gone again too
             raw = raw_ids + sum(4 * math.prod(shape) for shape in coded.shapes)
-            self._pushes.count(ids + _bytes(masks) + coded.byte_count, raw)
+            self._pushes.count(ids + total_bytes(masks) + coded.byte_count, raw)
             return replace(first, lookup=packed, masks=masks)
 
         def answered(answer: Pending[bool], again: bool) -> None:
@@ -230,7 +231,3 @@ class ServerProxy:
 
         answer.then(lambda _: answered(answer, again=False))
         return delivered
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

@@ -168,12 +168,26 @@ def read_rows(
         (index, shard, start, min(start + step, shard.stop))
         for index, shard in enumerate(shards)
         if only in (None, shard)
-        for step in [max(1, chunk_bytes // (4 * shard.table.dim))]
+        for step in [rows_at_once(shard, chunk_bytes)]
         for start in range(shard.start, shard.stop, step)
     ]
     asked = (later(connection, SaveMethods.rows, index, start, stop) for index, _, start, stop in chunks)
     for (_, shard, start, _), tensors in zip(chunks, in_order(asked), strict=True):
         yield Rows(shard.table, start, tensors)
+
+
+def rows_at_once(shard: Shard, chunk_bytes: int) -> int:
+    """Rows whose weights take about so much, one at least."""
+    return min(MOST_ROWS, max(1, chunk_bytes // (4 * shard.table.dim)))
+
+
+def ask_for_singles(
+    connection: Connection, save: int | None, index: int, shard: Shard, numbers: Tensor, at_once: int
+) -> Iterator[Pending[Mapping[str, Tensor]]]:
+    """Asks for rows of a shard by their numbers, so many in a message; a message with each step."""
+    for start in range(0, len(numbers), at_once):
+        part = numbers[start : start + at_once].to(id_type(shard.table.rows))
+        yield later(connection, SaveMethods.singles, save, index, part)
 
 
 def write_rows(connection: Connection, found: Iterable[Rows]) -> None:

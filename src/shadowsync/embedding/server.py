@@ -3,6 +3,7 @@
 `K` rows, `K_w` of them in tables that are `D_w` wide.
 """
 
+import itertools
 import math
 import threading
 from bisect import bisect_left, bisect_right
@@ -118,10 +119,11 @@ class HeldGradients:
         with self._lock:
             self._held.clear()
 
-    def all(self) -> list[tuple[int, RowSums]]:
-        """What is held, with the number of its batch."""
+    def at(self, position: int) -> tuple[int, RowSums] | None:
+        """What is held at that position, with the number of its batch; None beyond the last."""
         with self._lock:
-            return [(number, sums) for number, parts in self._held.items() for sums in parts]
+            held = ((number, sums) for number, parts in self._held.items() for sums in parts)
+            return next(itertools.islice(held, position, None), None) if position >= 0 else None
 
     def _merged(self, parts: Sequence[tuple[RowSums, float]], divisor: float | None) -> RowSums:
         split = [self._numbers.split(lookup.rows) for (lookup, _), _ in parts]
@@ -350,10 +352,14 @@ class EmbeddingServer:
         return self._held.byte_count
 
     @property
-    def held(self) -> tuple[int, list[tuple[int, RowSums]]]:
-        """The newest global step that was carried out, and the gradients that wait for one, by batch."""
-        with self._stepping:
-            return self._stepped, self._held.all()
+    def stepped(self) -> int:
+        """The global step that was carried out last; −1 for none."""
+        return self._stepped
+
+    def held(self, position: int) -> tuple[int, RowSums] | None:
+        """The one at that position among the gradients that wait for a global step, with the number of its batch; None
+        beyond the last."""
+        return self._held.at(position)
 
     # --- rows in and out ---------------------------------------------------------------------------------------------
 

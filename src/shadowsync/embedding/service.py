@@ -192,17 +192,15 @@ class EmbeddingService(SaveMethods):
 
     @served()
     def newest_step(self) -> int:
-        """The global step that was carried out last; −1 for none."""
-        return self.server.held[0]
+        """As `EmbeddingServer.stepped`."""
+        return self.server.stepped
 
     @served()
     def held_gradient(self, position: int) -> tuple[int, RowLookup, tuple[Tensor, ...]] | None:
-        """The one at that position among the gradients that wait for a global step, with the number of its batch; None
-        beyond the last. Nobody adds or takes any meanwhile."""
-        held = self.server.held[1]
-        if not 0 <= position < len(held):
+        """As `EmbeddingServer.held`; nobody adds or takes any meanwhile."""
+        if (held := self.server.held(position)) is None:
             return None
-        batch, (lookup, gradients) = held[position]
+        batch, (lookup, gradients) = held
         return batch, lookup, gradients
 
     # --- global steps ------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ in is checked against the annotations before the method sees it.
 
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import GenericAlias
 from typing import Any, Concatenate, NewType, ParamSpec, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -103,6 +104,15 @@ def direct(role: object) -> Direct:
     """A connection to a role in this process."""
     service = Served(role)
     return Direct(lambda: service)
+
+
+def each(connection: Connection, method: Callable[[Any, int], R | None]) -> Iterator[R]:
+    """What a role has several of: asks for those at positions 0, 1, … until there is none."""
+    for position in itertools.count():
+        found: R | None = ask(connection, method, position)
+        if found is None:
+            return
+        yield found
 
 
 @overload

@@ -56,7 +56,7 @@ class ExportSpec:
     while the file is written, less costs time when it is used.
     `schema` is that of the rows where a wrapped module looks their ids up itself; `columns` says what becomes of the
     data's columns, as `serving.Transforms` takes it; `several` are the features of which a row has any number of ids,
-    `tasks` what the logits are of; `owners` of dynamic tables whose row is whose, int64 `[rows]` as servers keep it.
+    `tasks` what the logits are of; `keys` of dynamic tables what is kept beside their rows (`keys.PARTS`).
     """
 
     tables: Sequence[Table]
@@ -68,7 +68,7 @@ class ExportSpec:
     columns: Mapping[str, Any] | None = None
     several: Collection[str] | None = None
     tasks: Sequence[Task] = ONE_CLICK
-    owners: Mapping[str, Tensor] = field(default_factory=dict)
+    keys: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def table_of(self) -> dict[str, Table]:
@@ -128,7 +128,7 @@ class PooledTables(nn.Module):
         poolings = [table.poolings[name] for name, table in spec.table_of.items()]
         self.any_mean = "mean" in poolings
         self.sequences = frozenset(name for name, how in zip(spec.features, poolings, strict=True) if how == "none")
-        keyed = {name: spec.owners[name] for name in dict.fromkeys(t.name for t in tables) if name in spec.owners}
+        keyed = {name: spec.keys[name] for name in dict.fromkeys(t.name for t in tables) if name in spec.keys}
         self.keys = KeysInTorch(tables, keyed) if keyed else None
         self.chunks: dict[int, list[_Chunk]] = {}
         first_rows: dict[str, int] = {}

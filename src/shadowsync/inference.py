@@ -356,7 +356,7 @@ class Trained:
             columns=columns,
             several=several,
             tasks=self.choices.source.tasks,
-            owners={rows.table.name: rows.tensors["key"] for rows in self.server.state() if rows.table.ids is not None},
+            keys={rows.table.name: rows.tensors for rows in self.server.state() if rows.table.ids is not None},
         )
         export_model(self.module, spec, self._rows, Path(out))
 

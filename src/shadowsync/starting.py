@@ -26,7 +26,7 @@ from shadowsync.data.columns import Buckets, Categorical, Fit, Hash, Ids, Keys, 
 from shadowsync.data.fitting import Learnt, told_apart
 from shadowsync.data.frame import TableOptions
 from shadowsync.data.values import Values, form_of, integers, words
-from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, PINNED, new_rows
+from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, new_rows
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
 from shadowsync.models.wrapping import Wrapped
@@ -168,17 +168,18 @@ class Start:
         else:
             keys = _keys_of(self._source, was)
             counts = np.ones(was.rows, dtype=np.int64)
-            known = torch.from_numpy(np.where(keys == DEFAULT, PINNED, 1).astype(np.int32))
+            known = torch.from_numpy(np.where(keys == DEFAULT, 0, 1).astype(np.int32))
             kept = {"key": torch.from_numpy(keys ^ NOBODY), "count": known}
         if table.ids is not None:
             rows = new_rows(table, keys, counts)
         else:
             rows = Known(_keys_of(source, table).view(np.uint64)).find(keys.view(np.uint64))
             rows[keys == NOBODY] = -1
+            rows[np.flatnonzero(keys == DEFAULT)[1:]] = -1  # of the rows that are shared, that of keys that are new
         if (rows < 0).all():
             self._tell(f"table {table.name}", before, now, "begins anew: its ids mean something else")
             return
-        lost = int(((rows < 0) & (keys != NOBODY)).sum())
+        lost = int(((rows < 0) & (keys != NOBODY) & (keys != DEFAULT)).sum())
         rest = f", {lost:,} find no room" if lost else ""
         self._tell(f"table {table.name}", before, now, f"{(rows >= 0).sum():,} rows{rest}")
         yield table.name, Moved(torch.from_numpy(rows), kept)

@@ -382,8 +382,9 @@ def test_a_damaged_word_in_the_folder_is_told_once_and_ends_nothing(
     out = tmp_path / "out"
     cluster.make = lambda: Named(JobKeys.make(), 1)
 
-    def damage() -> None:
-        (out / "drain.json").write_bytes(content.encode("latin-1"))
+    def damage() -> None:  # all of it at once: the driver may look at any moment
+        (tmp_path / "damaged").write_bytes(content.encode("latin-1"))
+        (tmp_path / "damaged").replace(out / "drain.json")
 
     script = Script(damage, lambda: bool(decided(out, "does not name machines to leave")))
     Job(beside_own_model(moving_settings(tmp_path)), model=Tower(), out=out, failures=script).run()

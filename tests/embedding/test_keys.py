@@ -15,6 +15,7 @@ from shadowsync.data.source import Dynamic
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.keys import (
     DEFAULT,
+    HALVED,
     KEPT_CALLS,
     LOWEST,
     NOBODY,
@@ -60,6 +61,15 @@ def keys_of_set(table: Table, number: int, count: int) -> list[int]:
     return [key for key in range(100_000) if set_of(table, key) == number][:count]
 
 
+OWN = WAYS - 1  # rows of a set that keys can have for themselves, as long as one is shared
+
+
+def wait(server: EmbeddingServer, batches: int = KEPT_CALLS + 1) -> None:
+    """Rows of batches that may be under way stay."""
+    for _ in range(batches):
+        find(server, [], samples=1)
+
+
 def owners(server: EmbeddingServer, shard: int = 0) -> list[int]:
     return (server.state()[shard].tensors["key"] ^ NOBODY).tolist()
 
@@ -96,42 +106,85 @@ def test_keys_that_are_none_count_as_the_lowest() -> None:
 
 @pytest.mark.parametrize(("evict", "goes"), [("lfu", 1), ("lru", 0), ("never", None)])
 def test_a_full_set_gives_a_row_of_the_key_that_its_policy_chooses(evict: str, goes: int | None) -> None:
-    table = replace(ITEM, ids=Dynamic(admit=1, evict=evict))
+    table = replace(ITEM, ids=Dynamic(admit=1, evict=evict, unadmitted="zeros"))
     server = server_of(whole(table))
     *held, new = keys_of_set(table, 1, WAYS + 1)
     find(server, held, samples=1)
-    for key in [held[0], *held[2:]]:  # the second is used least often
-        find(server, [key], samples=1)
-    for _ in range(1000):  # after a long time
-        find(server, [], samples=1)
-    find(server, [held[1]], samples=1)  # and last: still as often as the others
-    for key in [held[0], *held[2:]]:
-        find(server, [key], samples=1)
-    find(server, held[1:], samples=1)
-    for _ in range(KEPT_CALLS + 2):  # rows of batches that may be under way stay
-        find(server, [], samples=1)
+    for _ in range(4):
+        find(server, [held[0], *held[2:]], samples=1)  # the second is used least often
+    find(server, held[1:], samples=1)  # and the first not for the longest time
+    wait(server)
     before = find(server, held)
-    row = find(server, [new], samples=1)[0]
+    rows = [find(server, [new], samples=1)[0] for _ in range(5 if evict == "lfu" else 1)]  # more than twice as often
     counts = server.keys
     assert counts is not None
-    if goes is None:
-        assert row == -1
-        assert (counts.refused, counts.evicted) == (1, 0)
-        return
-    assert row == before[goes]
-    assert find(server, held) == [-1 if key == held[goes] else was for key, was in zip(held, before, strict=True)]
-    assert (counts.admitted, counts.refused, counts.evicted) == (WAYS + 1, 0, 1)
+    expected = [-1] if goes is None else [before[goes]] if evict == "lru" else [-1, -1, -1, -1, before[goes]]
+    assert rows == expected
+    left = [-1 if index == goes else row for index, row in enumerate(before)]
+    assert find(server, held) == left
+    gone = int(goes is not None)
+    assert (counts.admitted, counts.refused, counts.evicted) == (WAYS + gone, expected.count(-1), gone)
+
+
+def test_keys_that_come_as_often_do_not_take_turns() -> None:
+    """Each would lose what it has learnt."""
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1))))
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
+    for key in [*held, new] * 3:
+        find(server, [key], samples=1)
+        wait(server)
+    counts = server.keys
+    assert counts is not None
+    assert (counts.admitted, counts.evicted) == (OWN, 0)
+
+
+def test_what_was_looked_up_long_ago_counts_less() -> None:
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1))))
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
+    for _ in range(20):
+        find(server, held, samples=1)
+    before = find(server, held)
+    wait(server)
+    assert find(server, [new], samples=1) == [-1]
+    for _ in range(100):
+        find(server, [], samples=ITEM.rows)
+    assert find(server, [new], samples=1)[0] not in before
+    for _ in range(5 * HALVED):
+        find(server, [], samples=ITEM.rows)
+    assert find(server, [new], samples=1)[0] in before
+
+
+def test_rows_are_shared_where_they_are_looked_up_more_often_than_a_key_is() -> None:
+    """As many as it takes until they are not, and each begins as the one whose keys it takes over."""
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=2))))
+    keys = keys_of_set(ITEM, 1, 8 * WAYS)
+    often, seldom = keys[:4], keys[4:]
+    for _ in range(OWN):
+        find(server, often, samples=1)
+    weight = server.state()[0].tensors["weight"]
+    weight[WAYS:] = torch.arange(float(WAYS))[:, None]
+    (first,) = [row for row in range(WAYS, 2 * WAYS) if owners(server)[row] == DEFAULT]
+    trained = weight[first].clone()
+    for _ in range(8):
+        for key in seldom:
+            find(server, [key], samples=1)
+        wait(server)
+    shared = [row for row in range(WAYS, 2 * WAYS) if owners(server)[row] == DEFAULT]
+    assert len(shared) == WAYS - 2, "two may always be of keys"
+    assert bool((weight[torch.tensor(shared)] == trained).all())
+    kept = set(find(server, often)) - set(shared)
+    assert len(kept) == 2, "of those that come most often"
+    assert {*find(server, seldom)} == {*shared}, "and the others share all of them"
 
 
 def test_a_row_with_a_new_owner_has_no_state_of_the_old_one() -> None:
     table = replace(ITEM, ids=Dynamic(admit=1, evict="lru"))
     server = server_of(whole(table))
-    *held, new = keys_of_set(table, 1, WAYS + 1)
+    *held, new = keys_of_set(table, 1, OWN + 1)
     rows = torch.tensor(find(server, held, samples=1)).sort().values
-    server.push(RowLookup((0,), rows), [torch.ones(WAYS, table.dim)], 0.1)
+    server.push(RowLookup((0,), rows), [torch.ones(OWN, table.dim)], 0.1)
     assert bool((server.state()[0].tensors["momentum"][rows] > 0).all())
-    for _ in range(KEPT_CALLS + 1):
-        find(server, [], samples=1)
+    wait(server)
     (row,) = find(server, [new], samples=1)
     own = server.state()[0].tensors
     assert own["momentum"][row] == 0
@@ -140,38 +193,39 @@ def test_a_row_with_a_new_owner_has_no_state_of_the_old_one() -> None:
 
 def test_rows_of_batches_under_way_stay() -> None:
     server = server_of(whole(ITEM))
-    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
     before = find(server, held, samples=10)
     assert find(server, [new], samples=10) == [-1]
     assert find(server, held) == before
     for _ in range(KEPT_CALLS - 3):
         find(server, [], samples=10)
+    shared = [owners(server).index(DEFAULT, WAYS)]
     for _ in range(3):  # the short ends of files
-        assert find(server, [new], samples=1) == [-1]
+        assert find(server, [new], samples=1) == shared
     find(server, [], samples=10)
-    assert find(server, [new], samples=10) != [-1]
+    assert find(server, [new], samples=10)[0] in before
 
 
 def test_more_batches_may_be_under_way() -> None:
     """As many as workers have, and a global step waits for."""
     server = EmbeddingServer([whole(ITEM)], TorchStorage, ADAGRAD, 0, key_rules=KeyRules(7, 2 * KEPT_CALLS))
-    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
-    find(server, held, samples=10)
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
+    before = find(server, held, samples=10)
     for _ in range(2 * KEPT_CALLS - 1):
         find(server, [], samples=10)
     assert find(server, [new], samples=10) == [-1]
-    assert find(server, [new], samples=10) != [-1]
+    assert find(server, [new], samples=10)[0] in before
 
 
 def test_a_key_that_was_gone_for_too_long_and_is_not_admitted_again_has_no_row() -> None:
     """Else it would train a row that may be another's at any moment."""
-    server = server_of(whole(replace(USER, ids=Dynamic(admit=2, ttl=10))))
-    find(server, [5], samples=1)
-    (row,) = find(server, [5], samples=1)
-    assert row > 0
+    server = server_of(whole(replace(USER, ids=Dynamic(admit=3, ttl=10))))
+    (row,) = [find(server, [5], samples=1)[0] for _ in range(3)][2:]
+    assert owners(server)[row] == 5
     for _ in range(12):
         find(server, [], samples=1)
-    assert find(server, [5], samples=1) == [-1]
+    shared = owners(server).index(DEFAULT, row // WAYS * WAYS)
+    assert find(server, [5], samples=1) == [shared]
     assert find(server, [5], samples=1) == [row]
 
 
@@ -184,7 +238,6 @@ def test_loaded_rows_are_pinned_as_the_table_says_now() -> None:
     server.load(saved)
     count = server.state()[0].tensors["count"]
     assert [int(count[row]) == PINNED for row in rows] == [True, True, False]
-    assert int(count[0]) == PINNED, "the row that others share"
 
 
 @given(st.integers(0, 1 << 32))
@@ -201,12 +254,14 @@ def test_loaded_rows_are_counted_however_they_come(seed: int) -> None:
         server.load([Rows(USER, start, tensors)], partial=True)
         counts = server.keys
         assert counts is not None
-        assert counts.keys == sum(owner != NOBODY for owner in owners(server))
+        assert counts.keys == sum(owner >= LOWEST for owner in owners(server))
 
 
 def test_a_key_is_admitted_after_so_many_look_ups() -> None:
     server = server_of(whole(replace(USER, ids=Dynamic(admit=3))))
-    assert [find(server, [9], samples=1)[0] >= 0 for _ in range(4)] == [False, False, True, True]
+    found = [find(server, [9], samples=1)[0] for _ in range(4)]
+    assert [owners(server)[row] for row in found[1:]] == [DEFAULT, 9, 9]
+    assert found[0] == -1
 
 
 def test_a_key_is_admitted_with_a_probability() -> None:
@@ -227,7 +282,7 @@ def test_a_key_that_is_not_looked_up_for_too_long_begins_anew() -> None:
 
 
 def test_pinned_keys_stay() -> None:
-    *held, new = keys_of_set(ITEM, 1, WAYS + 1)
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
     server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1, evict="lru", ttl=50, pinned=tuple(held)))))
     before = find(server, held, samples=1)
     find(server, [], samples=1000)
@@ -304,15 +359,16 @@ def test_every_key_has_its_own_row_whatever_happens(
             continue
         keys = torch.tensor(numbers, dtype=torch.int64)
         pulled = client.pull(Jagged(keys, None, None, 1, len(numbers)))
-        held = {owner: row for server in servers for row, owner in enumerate(owners(server)) if owner != NOBODY}
-        all_owners = [owner for server in servers for owner in owners(server) if owner != NOBODY]
+        held = {owner: row for server in servers for row, owner in enumerate(owners(server)) if owner >= LOWEST}
+        all_owners = [owner for server in servers for owner in owners(server) if owner >= LOWEST]
         assert len(held) == len(all_owners), "no key has two rows"
         for key in set(known) - set(held):
             del known[key]
-        (shared,) = (own.tensors["weight"][0] for server in servers for own in server.state() if own.start == 0)
+        states = [own for server in servers for own in server.state()]
+        shared = torch.cat([own.tensors["weight"][own.tensors["key"] == DEFAULT ^ NOBODY] for own in states])
         expired = set()
         for position, key in enumerate(numbers):
-            if kind == "train" and ttl and admit != 1 and torch.equal(pulled.pooled[position], shared):
+            if kind == "train" and ttl and admit != 1 and bool((pulled.pooled[position] == shared).all(1).any()):
                 expired.add(key)  # or never admitted; its row is there for who asks until another has it
             elif key in held and (key not in known or not torch.allclose(known[key], pulled.pooled[position])):
                 fresh = torch.from_numpy(initial_rows(table, np.array([key]), 7))[0]
@@ -342,7 +398,8 @@ def test_servers_of_a_cut_table_and_fixed_tables_beside_it() -> None:
 def test_what_keys_without_a_row_look_up(unadmitted: str) -> None:
     table = replace(USER, ids=Dynamic(unadmitted=unadmitted, admit=2))  # type: ignore[arg-type]
     server = EmbeddingServer([whole(table)], TorchStorage, SGD(), 0, key_rules=KeyRules(7))
-    server.state()[0].tensors["weight"][0] = 5.0
+    weight = server.state()[0].tensors["weight"]
+    weight[:] = 5.0
     client = EmbeddingClient([table], ["user"], [server], admits=True)
     client.pull(Jagged(torch.tensor([1]), None, None, 1, 1))
     pulled = client.pull(Jagged(torch.tensor([1, 2]), None, None, 1, 2))
@@ -350,7 +407,7 @@ def test_what_keys_without_a_row_look_up(unadmitted: str) -> None:
     other = torch.full((3,), 5.0 if unadmitted == "shared" else 0.0)
     assert torch.equal(pulled.pooled, torch.stack([mine, other]))
     client.push(pulled, torch.ones(2, 3), 1.0).result()
-    assert torch.equal(server.state()[0].tensors["weight"][0], torch.full((3,), 4.0 if unadmitted == "shared" else 5.0))
+    assert sorted(weight[:, 0].tolist())[:2] == sorted([float(mine[0] - 1), 4.0 if unadmitted == "shared" else 5.0])
 
 
 def test_a_key_that_was_copied_at_two_moments_has_one_row() -> None:
@@ -361,4 +418,4 @@ def test_a_key_that_was_copied_at_two_moments_has_one_row() -> None:
     copy = replace(own, tensors={name: tensor.clone() for name, tensor in own.tensors.items()})
     copy.tensors["key"][rows[2]], copy.tensors["seen"][rows[2]] = keys[0] ^ NOBODY, 9
     server.load([copy])
-    assert find(server, keys) == [rows[2], rows[1], -1]
+    assert find(server, keys) == [rows[2], rows[1], owners(server).index(DEFAULT, WAYS)]

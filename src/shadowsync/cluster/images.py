@@ -20,9 +20,10 @@ from shadowsync.cluster.servers import IMAGE_S, Imaged
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.keys import PARTS
+from shadowsync.embedding.keys import OF_SETS, PARTS
 from shadowsync.embedding.proxy import UNCOUNTED, ServerProxy
 from shadowsync.embedding.saves import SaveMethods, read_rows, write_rows
+from shadowsync.embedding.service import EmbeddingService
 from shadowsync.embedding.table import Rows, RowSet, Shard
 from shadowsync.rpc.errors import PeerLost
 from shadowsync.rpc.pending import ended
@@ -155,6 +156,9 @@ class Images:
         here = {k: v for member in servers for k, v in ask(member.connection, SaveMethods.tensor_names).items()}
         match_optimizer(there, here)
         self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
+        now = max((ask(member.connection, EmbeddingService.catch_up, 0) for member in servers), default=0)
+        for member in servers if now else ():  # of each what was looked up last
+            ask(member.connection, EmbeddingService.catch_up, now)
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         write_rows(member.connection, saved.rows_of(self._manager.spec.shards[member.index]))
@@ -254,7 +258,7 @@ def _with_moved(
             found = saved.rows(table.name, start, stop, None if with_state else {"weight", *PARTS})
             wide |= {name: found[name] for name in wide if name in found}
             found |= {name: tensor[start:stop] for name, tensor in moved.keys.items()}
-            for name in whole.keys() & found.keys():
+            for name in whole.keys() & found.keys() - OF_SETS:
                 whole[name][rows[mine] - shard.start] = found[name][mine].to(whole[name].dtype)
     for piece in pieces:
         span = slice(piece.start - shard.start, piece.stop - shard.start)

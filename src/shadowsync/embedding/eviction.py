@@ -26,23 +26,22 @@ class Eviction(ABC):
         """The lower, the earlier a row goes, `[K, W]`, given how often its key was looked up and at which sample last;
         at least 0."""
 
-    def first_count(self, counts: Counts) -> Counts:
-        """Of new keys, given those of the keys that go, `[K]`."""
-        return np.ones_like(counts)
+    def yields(self, counts: Counts, times: Counts) -> NDArray[np.bool_]:
+        """Whose row goes to the new key, given how often theirs and the new one were looked up, `[K]`."""
+        return np.ones(len(counts), dtype=np.bool_)
 
 
 class LFU(Eviction):
-    """The key that was looked up least often, counted from the count of the key before it in its row, so that what was
-    looked up often long ago goes at last (dynamic aging, as in Arlitt et al., "Evaluating content management techniques
-    for Web proxy caches", 2000)."""
+    """The key that was looked up least often, once the new one was twice as often: what a row has learnt is lost with
+    its owner, so that keys which are looked up about as often must not take turns."""
 
     name = "lfu"
 
     def rank(self, counts: Counts, seen: Counts) -> Counts:
         return counts
 
-    def first_count(self, counts: Counts) -> Counts:
-        return counts + 1
+    def yields(self, counts: Counts, times: Counts) -> NDArray[np.bool_]:
+        return times > 2 * counts
 
 
 class LRU(Eviction):

@@ -6,6 +6,11 @@ move between servers and checkpoints as any others, and nothing has to be built 
 be full while others are not. With as many keys as rows 10 % of the keys would be one too many for theirs, with 80 % as
 many 2 %, with half as many 0.02 % (of balls thrown at random); those compete as all do in a table that is full.
 
+Keys that have no row are told apart (`waiting`). The first look-up of each goes to row 0 of the table, which all of
+them train: what to expect of a key that is new. From then on a key shares a row of its set with others, by its hash as
+in a table that hashes. A set begins with one such row, and the row of a key becomes another, beginning as the one whose
+keys it takes over, as soon as it is looked up less often than the rows that are shared.
+
 `L` keys looked up, `K` new ones, `R` rows, `W` rows of a set.
 """
 
@@ -16,11 +21,14 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shadowsync.embedding.eviction import KEPT, Eviction
 from shadowsync.embedding.initial import hashes_of, initial_rows, salt_of
+from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import WAYS, RowNumbers, Rows, Shard, Table
+from shadowsync.embedding.waiting import Waiting
 from shadowsync.errors import DataError
 from shadowsync.memory.shared import Allocate
 from shadowsync.registry import choose
@@ -30,7 +38,7 @@ from shadowsync.serving import Ids, Mask, Words
 NOBODY = -(1 << 63)
 """No key: rows without an owner have it. Kept exclusive-or itself, so that new memory, all zero, is of free rows."""
 DEFAULT = NOBODY + 1
-"""Owner of the row that keys without one share."""
+"""Owner of rows that keys without one share."""
 LOWEST = NOBODY + 2
 """The keys below it are none, and count as this one."""
 PINNED = (1 << 31) - 1
@@ -42,11 +50,17 @@ PARTS: Mapping[str, torch.dtype] = {
     "seen": torch.int64,
     "count": torch.int32,
     "candidate": torch.int32,
+    "door": torch.int32,
 }
 """What is kept of each row: whose it is, the sample at which it was looked up last, how often it was (at most once a
-batch), and a key of its set that may get a row: 24 bits of its hash, and its look-ups."""
+batch), and a part of what is known of the keys that wait for a row of its set (`waiting.Waiting`)."""
+OF_SETS = frozenset(("candidate", "door"))
+"""Of the set that a row is in, and not of the key whose it is."""
 KEY_BYTES = sum(dtype.itemsize for dtype in PARTS.values())
-_MOST = 255  # look-ups of a candidate
+HALVED = 100
+"""How often a key was looked up counts half once it was not, for so many samples for each row of its table."""
+_DEFAULT = DEFAULT ^ NOBODY  # as it is kept
+_SHARED = WAYS - 2  # rows of a set that are shared at most
 _SETTLED = 1 << 16  # sets looked at together
 
 
@@ -55,13 +69,14 @@ def sets_of(hashes: Words, sets: Ids | int) -> Ids:
     return ((hashes >> np.uint64(32)) * np.asarray(sets).astype(np.uint64) >> np.uint64(32)).view(np.int64)
 
 
-def _first_ways(hashes: Words) -> Ids:
-    """Which row of its set a key gets if it can choose, and is looked for first."""
+def first_ways(hashes: Words) -> Ids:
+    """Which row of its set a key gets if it can choose, and is looked for first; and if it has none, it shares the
+    first from there on that is shared, around the end."""
     return (hashes & np.uint64(WAYS - 1)).view(np.int64)
 
 
 def drops_keys(table: Table) -> bool:
-    """Keys without a row look up nothing, instead of the row that they share."""
+    """Keys without a row look up nothing, instead of rows that they share."""
     return table.ids is not None and table.ids.unadmitted == "zeros"
 
 
@@ -131,7 +146,7 @@ class KeyIndex:
         rules: of the job.
         singly: what one thread of all processes is in at a time, and nobody who copies rows.
         changing: called with the numbers of rows, ascending, that are about to change.
-        written: called with a shard's position and rows of it that were written.
+        storage: of the rows, whose state is written to.
 
     Attributes:
         tensors: `PARTS` of each shard, by its position; none of those that are not dynamic.
@@ -145,11 +160,11 @@ class KeyIndex:
         allocate: Allocate,
         singly: Callable[[], AbstractContextManager[None]],
         changing: Callable[[Tensor], None],
-        written: Callable[[int, Tensor], None],
+        storage: Storage,
     ) -> None:
         self._seed, self._kept_calls = rules.seed, max(KEPT_CALLS, rules.kept_calls)
         self._state, self._numbers, self._singly = state, numbers, singly
-        self._changing, self._written = changing, written
+        self._changing, self._storage = changing, storage
         self._mine = [index for index, own in enumerate(state) if own.table.ids is not None]
         rows = [state[index].stop - state[index].start for index in self._mine]
         *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
@@ -172,31 +187,48 @@ class KeyIndex:
         self._evictions = [choose("evict", o.evict, "shadowsync.embedding", Eviction)() for o in self._options]
         self._ttl = np.array([o.ttl or KEPT for o in self._options], dtype=np.int64)
         self._ages = any(o.ttl is not None for o in self._options)
+        self._drops = np.array([drops_keys(table) for table in tables], dtype=np.bool_)
+        self._waiting = Waiting(self._sets["candidate"], self._sets["door"])
         self._alike = np.array([self._options.index(o) for o in self._options], dtype=np.int64)
         self._pinned = [np.sort(np.array(o.pinned, dtype=np.int64)) for o in self._options]
         self._random = np.random.default_rng(rules.seed)
-        if self._take_defaults():  # not where other processes are at work
+        if self._take_all_defaults():  # not where other processes are at work
             self.recount()
 
-    def _take_defaults(self) -> bool:
-        """The row that keys without one share is taken, where it is here; whether it was not."""
-        first = [self.tensors[index] for index in self._mine if self._state[index].start == 0]
-        free = [own for own in first if own["key"][0] != DEFAULT ^ NOBODY or own["count"][0] != PINNED]
-        for own in free:
-            own["count"][0], own["key"][0] = PINNED, DEFAULT ^ NOBODY
-        return bool(free)
+    def _take_defaults(self, place: int, begin: int, end: int) -> bool:
+        """Each of these sets of a shard has a row that keys without one share, or, where they look up nothing, none;
+        whether one had to be told."""
+        owners = self._sets["key"][begin:end]
+        shared = owners == _DEFAULT
+        if self._drops[place]:
+            owners[shared] = 0
+            return bool(shared.any())
+        without = np.flatnonzero(~shared.any(1))
+        self._sets["count"][begin + without, 0] = 0
+        owners[without, 0] = _DEFAULT
+        return bool(len(without))
+
+    def _take_all_defaults(self) -> bool:
+        spans = enumerate(pairwise(self._first.tolist()))
+        told = [self._take_defaults(place, *span) for place, span in spans]
+        return any(told)
 
     def reset(self) -> None:
         """No row has an owner, as at the start."""
         for flat in self._flat.values():
             flat.zero_()
-        self._take_defaults()
+        self._take_all_defaults()
         self.recount()
 
     @property
     def counts(self) -> Counts:
         _, before, admitted, refused, evicted, _ = self._totals.tolist()
         return Counts(len(self._flat["key"]), before + admitted - evicted, admitted, refused, evicted)
+
+    def catch_up(self, samples: int) -> int:
+        """It is this sample of training at least; which it is."""
+        self._totals[0] = max(int(self._totals[0]), samples)
+        return int(self._totals[0])
 
     def go_on_from(self, before: Counts) -> None:
         """Counts what came and went from there on, as the one whose keys these were until now."""
@@ -206,10 +238,11 @@ class KeyIndex:
 
     def recount(self) -> None:
         """How many rows have owners; nobody else changes rows meanwhile."""
-        self._totals[1] = torch.count_nonzero(self._flat["key"]) - self._totals[2] + self._totals[4]
+        self._totals[1] = _owned(self._flat["key"]) - self._totals[2] + self._totals[4]
 
     def find(self, wanted: Wanted) -> Tensor:
-        """The row of each key, counted from the start of its shard, int64 `[L]`; −1 where it has none.
+        """The row of each key, counted from the start of its shard, int64 `[L]`: its own, or one that it shares; −1 for
+        a key that was not looked up before, or looks up nothing without a row.
 
         In training, keys that have none get one where the options of their table allow it.
 
@@ -218,15 +251,22 @@ class KeyIndex:
         """
         keys, places, sets, hashes = self._sought(wanted)
         rows = self._at(keys, sets, hashes)
+        missing = rows < 0
         if wanted.samples:
             self._totals[0] += wanted.samples
             self._totals[5] = max(self._totals[5], wanted.samples)
             expired = self._seen(rows, places)
-            missing = np.flatnonzero((rows < 0) | expired)
-            if len(missing):
-                self._admit(keys[missing], places[missing], sets[missing], hashes[missing])
-                rows[missing] = self._at(keys[missing], sets[missing], hashes[missing])
-                rows[expired & self._too_old(rows, places)] = -1  # their keys got none
+            missing |= expired
+        at = np.flatnonzero(missing)
+        if len(at):
+            keys, places_of, sets, hashes = keys[at], places[at], sets[at], hashes[at]
+            known = self._waiting.knows(sets, hashes)
+            if wanted.samples:
+                self._admit(keys, places_of, sets, hashes)
+                found = self._at(keys, sets, hashes)
+                found[expired[at] & self._too_old(found, places_of)] = -1  # their keys got none
+                rows[at] = found
+            rows[at] = np.where((rows[at] < 0) & known, self._shared(sets, first_ways(hashes)), rows[at])
         return torch.from_numpy(np.where(rows < 0, -1, rows - self._first[places] * WAYS))
 
     def _sought(self, wanted: Wanted) -> tuple[Ids, Ids, Ids, Words]:
@@ -251,7 +291,7 @@ class KeyIndex:
 
     def _at(self, keys: Ids, sets: Ids, hashes: Words) -> Ids:
         """The row of each key among all dynamic rows; −1 where it has none."""
-        rows = sets * WAYS + _first_ways(hashes)
+        rows = sets * WAYS + first_ways(hashes)
         others = np.flatnonzero(self._flat["key"].numpy()[rows] != keys)
         if len(others):
             rows[others] = -1
@@ -259,15 +299,27 @@ class KeyIndex:
             rows[others[hits // WAYS]] = sets[others[hits // WAYS]] * WAYS + hits % WAYS
         return rows
 
+    def _shared(self, sets: Ids, ways: Ids) -> Ids:
+        """The row that is shared, in these sets from these ways on, among all dynamic rows; −1 where none is."""
+        shared = self._sets["key"].take(sets, axis=0) == _DEFAULT
+        way = np.where(shared, (np.arange(WAYS) - ways[:, None]) % WAYS, WAYS).argmin(1)
+        return np.where(shared.any(1), sets * WAYS + way, -1)
+
     def _seen(self, rows: Ids, places: Ids) -> Mask:
         """Takes note of a look-up of these rows; which of their keys had been there for too long, `[L]`."""
         seen, count, now = self._flat["seen"].numpy(), self._flat["count"].numpy(), self._totals[0]
         expired = self._too_old(rows, places)
-        known = rows[(rows >= 0) & ~expired]
+        theirs = (rows >= 0) & ~expired
+        known = rows[theirs]
+        before = self._aged(count[known], now - seen[known], places[theirs])
         seen[known] = now
-        before = count[known]
         count[known] = before + (before < PINNED - 1)  # once for a row, however often it is in the batch
         return expired
+
+    def _aged(self, counts: NDArray[np.int32], idle: Ids, places: Ids) -> NDArray[np.int32]:
+        """How often keys were looked up, halved for those that were not for long."""
+        halvings = np.minimum(idle // (HALVED * WAYS * self._of_table[places]), 31).astype(np.int32)
+        return np.where(counts == PINNED, counts, counts >> halvings)
 
     def _too_old(self, rows: Ids, places: Ids) -> Mask:
         """Which of these rows was not looked up for longer than its key may keep it, `[L]`."""
@@ -287,59 +339,58 @@ class KeyIndex:
                 chosen, first = first[apart], np.delete(first, apart)
                 for place in np.unique(self._alike[places[chosen]]):
                     own = chosen[self._alike[places[chosen]] == place]
-                    self._admit_apart(int(place), keys[own], sets[own], hashes[own])
+                    self._admit_apart(places[own], keys[own], sets[own], hashes[own])
 
-    def _admit_apart(self, place: int, keys: Ids, sets: Ids, hashes: Words) -> None:
-        """Keys of shards with the options of this one, each in another set."""
-        options, now = self._options[place], int(self._totals[0])
-        owners = self._sets["key"][sets]
-        seen = self._sets["seen"][sets]
-        pinned = np.isin(keys ^ NOBODY, self._pinned[place])
-        old = (now - seen > self._ttl[place]) & (self._sets["count"][sets] != PINNED) & (owners != 0)
+    def _admit_apart(self, places: Ids, keys: Ids, sets: Ids, hashes: Words) -> None:
+        """Keys of shards with the same options, each in another set."""
+        place, now = int(places[0]), int(self._totals[0])
+        options, eviction = self._options[place], self._evictions[place]
+        owners, seen = self._sets["key"][sets], self._sets["seen"][sets]
+        shared, idle = owners == _DEFAULT, now - seen
+        old = (idle > self._ttl[place]) & (self._sets["count"][sets] != PINNED) & (owners != 0) & ~shared
         there = (owners == keys[:, None]) & ~old  # another process was quicker
-        wanting = ~there.any(1) & (pinned | self._may_enter(options.admit, sets, hashes))
-        given = (keys, sets, hashes, owners, seen, old, pinned)
-        keys, sets, hashes, owners, seen, old, pinned = (each[wanting] for each in given)
+        pinned, times = np.isin(keys ^ NOBODY, self._pinned[place]), self._waiting.count(sets, hashes)
+        wanting = ~there.any(1) & (pinned | self._may_enter(options.admit, times))
+        given = (places, keys, sets, hashes, owners, seen, shared, idle, old, pinned, times)
+        places, keys, sets, hashes, owners, seen, shared, idle, old, pinned, times = (each[wanting] for each in given)
         if not len(keys):
             return
-        counts = self._sets["count"][sets].astype(np.int64)
-        eviction = self._evictions[place]
+        held, each = self._sets["count"][sets], np.arange(len(keys))
+        counts = self._aged(held, idle, places[:, None]).astype(np.int64)
         rank = eviction.rank(counts, seen)
-        rank = np.where((counts == PINNED) | (now - seen <= self._kept_calls * self._totals[5]), KEPT, rank)
+        rank = np.where((held == PINNED) | shared | (idle <= self._kept_calls * self._totals[5]), KEPT, rank)
         rank = np.where((owners == 0) | old, -1, rank)
-        rank = np.where((rank == -1) & (np.arange(WAYS) == _first_ways(hashes)[:, None]), -2, rank)
+        rank = np.where((rank == -1) & (np.arange(WAYS) == first_ways(hashes)[:, None]), -2, rank)
         rank = np.where(owners == keys[:, None], -3, rank)  # its own, which was too old
         way = rank.argmin(1)
-        each = np.arange(len(keys))
-        room = rank[each, way] < KEPT
-        self._totals[3] += len(room) - room.sum()
-        keys, sets, way, pinned, each = keys[room], sets[room], way[room], pinned[room], each[room]
-        gone = owners[each, way] != 0
-        self._totals[4] += gone.sum()
-        self._totals[2] += len(keys)
-        before = np.where(gone & ~old[each, way], counts[each, way], 0)
-        first = np.where(before > 0, np.minimum(eviction.first_count(before), PINNED - 1), 1)
-        self._give(sets * WAYS + way, keys, np.where(pinned, PINNED, first), now)
+        theirs, rank = counts[each, way], rank[each, way]
+        full = rank >= 0
+        takes = ~full | ((rank < KEPT) & (pinned | eviction.yields(theirs, times)))
+        load, shares = np.where(shared, counts, 0).sum(1), shared.sum(1)
+        claim = np.maximum(np.where(takes, times, 0), np.maximum(theirs, 1))
+        crowded = full & (rank < KEPT) & ~pinned & (shares < _SHARED) & (load > shares * claim)
+        takes &= ~crowded
+        self._refuse(places[~takes], sets[~takes], first_ways(hashes[~takes]), now)
+        changed = takes | crowded
+        self._totals[2] += takes.sum()
+        self._totals[4] += (changed & (owners[each, way] != 0)).sum()
+        self._waiting.remove(sets[takes], hashes[takes])
+        counts = np.where(crowded, 0, np.where(pinned, PINNED, times))
+        self._give((sets * WAYS + way)[changed], np.where(crowded, _DEFAULT, keys)[changed], counts[changed], now)
 
-    def _may_enter(self, admit: float, sets: Ids, hashes: Words) -> Mask:
-        """Which keys, each of another set, have been looked up often enough, or are lucky, `[K]`."""
-        if admit < 1:
-            return self._random.random(len(sets)) < admit
-        if admit == 1:
-            return np.ones(len(sets), dtype=np.bool_)
-        candidates = self._sets["candidate"]
-        held = candidates[sets].astype(np.int64)
-        mark = (hashes & np.uint64(0x7FFFFF)).astype(np.int64) << 8  # 23 bits: the number is not negative
-        same = (held >> 8 << 8 == mark[:, None]) & (held & _MOST > 0)
-        known = same.any(1)
-        # a new candidate takes the place of the one that came least often; of several any, by its hash
-        way = np.arange(WAYS)
-        ranks = (held & _MOST) * WAYS + (way - (mark >> 8)[:, None]) % WAYS
-        chosen = np.where(known, same.argmax(1), ranks.argmin(1))
-        times = np.where(known, held[np.arange(len(sets)), chosen] & _MOST, 0) + 1
-        enters = times >= admit
-        candidates[sets, chosen] = np.where(enters, 0, mark | np.minimum(times, _MOST)).astype(np.int32)
-        return np.asarray(enters)
+    def _refuse(self, places: Ids, sets: Ids, ways: Ids, now: int) -> None:
+        """Keys, each of another set, have no row of their own, and look up the one that they share."""
+        self._totals[3] += len(sets)
+        if len(sets) and not self._drops[places[0]]:
+            rows, (seen, count) = self._shared(sets, ways), (self._flat[name].numpy() for name in ("seen", "count"))
+            period = HALVED * WAYS * self._of_table[places]
+            halvings = (now - seen[rows]) // period  # they are looked up all the time
+            count[rows] = (count[rows] >> np.minimum(halvings, 31).astype(np.int32)) + 1
+            seen[rows] += halvings * period
+
+    def _may_enter(self, admit: float, times: Ids) -> Mask:
+        """Which keys have been looked up often enough, or are lucky, `[K]`."""
+        return self._random.random(len(times)) < admit if admit < 1 else times >= admit
 
     def _give(self, rows: Ids, keys: Ids, counts: Ids, now: int) -> None:
         """Rows, by their numbers among all dynamic ones, to new owners, anew."""
@@ -353,19 +404,38 @@ class KeyIndex:
         owner = self._flat["key"].numpy()
         owner[rows] = 0
         for place, part in parts:
-            self._begin_anew(place, rows[part] - self._first[place] * WAYS, keys[part] ^ NOBODY)
+            shared = keys[part] == _DEFAULT
+            self._begin_anew(place, rows[part][~shared], keys[part][~shared] ^ NOBODY)
+            self._begin_shared(place, rows[part][shared])
         self._flat["count"].numpy()[rows] = counts
         self._flat["seen"].numpy()[rows] = now
         owner[rows] = keys
 
     def _begin_anew(self, place: int, rows: Ids, keys: Ids) -> None:
         """Rows of a shard are as of keys that nobody has trained."""
-        own, at = self._state[self._mine[place]], torch.from_numpy(rows)
+        own, at = self._state[self._mine[place]], torch.from_numpy(rows - self._first[place] * WAYS)
         own.tensors["weight"].index_copy_(0, at, torch.from_numpy(initial_rows(own.table, keys, self._seed)))
-        for name, tensor in own.tensors.items():
-            if name not in ("weight", *PARTS) and len(tensor) == own.stop - own.start:
-                tensor.index_fill_(0, at, 0)
-        self._written(self._mine[place], at)
+        for name in self._of_rows(own) - {"weight"}:
+            own.tensors[name].index_fill_(0, at, 0)
+        self._storage.written(self._mine[place], at)
+
+    def _begin_shared(self, place: int, rows: Ids) -> None:
+        """Rows of a shard are as those that the keys which will share them have shared until now."""
+        if len(rows):
+            own, start = self._state[self._mine[place]], self._first[place] * WAYS
+            until_now = torch.from_numpy(self._shared(rows // WAYS, rows % WAYS) - start)
+            found = {
+                name: own.tensors[name].new_empty(len(rows), *own.tensors[name].shape[1:])
+                for name in self._of_rows(own)
+            }
+            self._storage.copy(self._mine[place], until_now, found)
+            for name, values in found.items():
+                own.tensors[name].index_copy_(0, torch.from_numpy(rows - start), values)
+            self._storage.written(self._mine[place], torch.from_numpy(rows - start))
+
+    def _of_rows(self, own: Rows) -> set[str]:
+        """The weight, and what the optimizer keeps for each row of a shard."""
+        return {name for name, tensor in own.tensors.items() if len(tensor) == own.stop - own.start} - PARTS.keys()
 
     # --- after rows were loaded --------------------------------------------------------------------------------------
 
@@ -385,19 +455,19 @@ class KeyIndex:
         first = self._first[self._place[shard]]
         begin, end = first + start // WAYS, first - (-stop // WAYS)
         owners = self._flat["key"][begin * WAYS : end * WAYS]
-        before = torch.count_nonzero(owners)
+        before = _owned(owners)
         yield
         self._totals[0] = max(self._totals[0], int(self.tensors[shard]["seen"][start:stop].max()))
         self._settle(begin, end)
         self._pin(self._place[shard], begin * WAYS, end * WAYS)
-        self._take_defaults()
-        self._totals[1] += torch.count_nonzero(owners) - before
+        self._take_defaults(self._place[shard], begin, end)
+        self._totals[1] += _owned(owners) - before
 
     def _pin(self, place: int, begin: int, end: int) -> None:
         """Keys of a shard's rows from `begin` to `end` are pinned as its table says."""
         keys, count = self._flat["key"].numpy()[begin:end] ^ NOBODY, self._flat["count"].numpy()[begin:end]
         pinned = np.isin(keys, self._pinned[place])
-        count[(count == PINNED) & ~pinned & (keys != DEFAULT)] = PINNED - 1
+        count[(count == PINNED) & ~pinned] = PINNED - 1
         count[pinned] = PINNED
 
     def _settle(self, begin: int, end: int) -> None:
@@ -407,22 +477,30 @@ class KeyIndex:
             order = np.lexsort((self._sets["seen"][first : first + len(owners)], owners), axis=1)
             ranked = np.take_along_axis(owners, order, 1)
             double = np.zeros(owners.shape, dtype=np.bool_)
-            double[:, :-1] = (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] != 0)
+            double[:, :-1] = (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] != 0) & (ranked[:, 1:] != _DEFAULT)
             if double.any():
                 sets, at = double.nonzero()
                 self._sets["key"][first + sets, order[sets, at]] = 0
 
 
+def _owned(owners: Tensor) -> int:
+    return int(((owners != 0) & (owners != _DEFAULT)).sum())
+
+
 def new_rows(table: Table, keys: Ids, counts: Ids) -> Ids:
     """Which row of a dynamic table each of so many distinct keys gets, `[K]`, with as many look-ups each as they had:
-    of too many for a set those with the most; −1 for the others, and for `NOBODY`."""
+    of too many for a set those with the most; −1 for the others, and for `NOBODY`. Of rows that are shared, given in
+    their order, the first of each part of them becomes that of the set which has the same part of the hashes."""
     rows = np.full(len(keys), -1, dtype=np.int64)
-    rows[keys == DEFAULT] = 0
+    sets, reserved = table.rows // WAYS, 0 if drops_keys(table) else 1
+    shared = np.flatnonzero(keys == DEFAULT) if reserved else np.empty(0, dtype=np.int64)
+    of_set, first = np.unique(shared * sets // max(1, len(keys)), return_index=True)
+    rows[shared[first]] = of_set * WAYS
     given = np.flatnonzero(keys >= LOWEST)
-    sets = sets_of(hashes_of(keys[given], salt_of(table.name)), table.rows // WAYS)
-    order = np.lexsort((-counts[given], sets))
-    given, sets = given[order], sets[order]
-    ways = np.arange(len(sets)) - np.searchsorted(sets, sets) + (sets == 0)  # the first row is nobody's own
+    places = sets_of(hashes_of(keys[given], salt_of(table.name)), sets)
+    order = np.lexsort((-counts[given], places))
+    given, places = given[order], places[order]
+    ways = np.arange(len(places)) - np.searchsorted(places, places) + reserved
     room = ways < WAYS
-    rows[given[room]] = sets[room] * WAYS + ways[room]
+    rows[given[room]] = places[room] * WAYS + ways[room]
     return rows

@@ -193,7 +193,7 @@ class EmbeddingServer:
             for tensor in (t for own in rows if own.table.ids is not None for t in own.tensors.values()):
                 tensor.zero_()  # as it is, but in memory from now on, and not only when a key gets its row
         if any(shard.table.ids is not None for shard in self.shards):
-            told = self._gate.singly, self._changing, self._storage.written
+            told = self._gate.singly, self._changing, self._storage
             self._keys = KeyIndex(rows, self.numbers, key_rules, allocate, *told)
             rows = tuple(replace(own, tensors={**own.tensors, **self._keys.tensors[i]}) for i, own in enumerate(rows))
         self._rows, self._stored = rows, tuple(tensors[shard.key] for shard in self.shards)
@@ -235,6 +235,10 @@ class EmbeddingServer:
     def keys(self) -> KeyCounts | None:
         """Of the dynamic tables, if there are any."""
         return None if self._keys is None else self._keys.counts
+
+    def catch_up(self, samples: int) -> int:
+        """Where keys are it is this sample of training at least; which it is."""
+        return 0 if self._keys is None else self._keys.catch_up(samples)
 
     def take_over(self, keys: KeyCounts | None) -> None:
         """This server, which has been given the rows of another, takes its place: its dynamic tables had these counts,

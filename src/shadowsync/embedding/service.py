@@ -152,6 +152,13 @@ class EmbeddingService(SaveMethods):
         return asked.lookup, tuple(found.tensor for found in decoded)
 
     @served()
+    def catch_up(self, samples: int) -> int:
+        """As `EmbeddingServer.catch_up`."""
+        if not 0 <= samples < 1 << 62:
+            raise DataError(f"{samples} samples of training are none")
+        return self.server.catch_up(samples)
+
+    @served()
     def key_counts(self) -> Counts | None:
         """Of the dynamic tables, if there are any."""
         return self.server.keys

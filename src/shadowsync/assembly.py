@@ -85,6 +85,12 @@ def make_tables(
             tables = with_pooling(tables, dict.fromkeys(lists, model.lists), "model.name")
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
+    timed = next((table for table in tables if table.ids is not None and isinstance(table.ids.ttl, str)), None)
+    if timed is not None and timed.ids is not None and not config.data.options.get("time"):
+        raise ConfigError(
+            f"table {timed.name} has ttl={timed.ids.ttl}, in the data's own time: name the column that says when a row "
+            "was, as data.time=timestamp, or give ttl in samples"
+        )
     tables = with_pooling(tables, given, "embedding.pooling")
     if model is None:
         return tables

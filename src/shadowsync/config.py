@@ -41,6 +41,31 @@ _WITHIN = re.compile(r"within=[1-9][0-9]{0,17}")
 _DURATION = re.compile(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?[smhd]")
 
 
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def as_duration(given: Any) -> Any:
+    """The number with a unit behind it that was given; raises `ValueError` if it is none."""
+    if not (isinstance(given, str) and _DURATION.fullmatch(given)):
+        raise ValueError("it must be a number above 0 with s, m, h or d behind it, for instance 30m")
+    return given
+
+
+def seconds_of(duration: str) -> float:
+    """Of what `as_duration` took."""
+    return float(duration[:-1]) * _UNITS_S[duration[-1]]
+
+
+def _as_ttl(given: Any) -> Any:
+    if isinstance(given, str) and not given.isdecimal() and not _DURATION.fullmatch(given):
+        raise ValueError("it must be a number of samples, or of time with s, m, h or d behind it, for instance 7d")
+    return given
+
+
+Ttl = Annotated[Annotated[int, Field(ge=1)] | str, pydantic.BeforeValidator(_as_ttl)]
+"""Samples of training, or a duration in the data's own time."""
+
+
 class Section(BaseModel):
     """A section in which every key is listed."""
 
@@ -192,8 +217,9 @@ class TableConfig(Section):
     """of a dynamic table: look-ups after which an id gets a row (null: 2); below 1 the probability that each does"""
     evict: Annotated[str | None, MemberOf("shadowsync.embedding.eviction:Eviction")] = None
     """of a dynamic table: whose row a new id gets where none is free (null: lfu)"""
-    ttl: int | None = Field(None, ge=1)
-    """of a dynamic table: an id that is not looked up for so many samples of training loses its row; null: none does"""
+    ttl: Ttl | None = None
+    """of a dynamic table: an id that is not looked up for so many samples of training, or as long by data.time (7d),
+    loses its row; null: none does"""
     unadmitted: Literal["shared", "zeros"] | None = None
     """of a dynamic table: what ids without a row look up, one row that they share (null) or zeros"""
     pinned: tuple[int, ...] = ()
@@ -335,15 +361,12 @@ class TrainConfig(Section):
     @pydantic.field_validator("time_limit", mode="before")
     @classmethod
     def _duration(cls, given: Any) -> Any:
-        if given is not None and not (isinstance(given, str) and _DURATION.fullmatch(given)):
-            raise ValueError("it must be a number above 0 with s, m, h or d behind it, for instance 30m")
-        return given
+        return None if given is None else as_duration(given)
 
     @property
     def limit_s(self) -> float:
         """`time_limit` in seconds."""
-        given = self.time_limit
-        return math.inf if given is None else float(given[:-1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[given[-1]]
+        return math.inf if self.time_limit is None else seconds_of(self.time_limit)
 
 
 class SyncConfig(Choice):

@@ -20,6 +20,7 @@ from shadowsync.embedding.keys import (
     LOWEST,
     NOBODY,
     PINNED,
+    Clock,
     KeyRules,
     Wanted,
     hashes_of,
@@ -49,8 +50,9 @@ def whole(table: Table) -> Shard:
     return Shard(table, 0, table.rows)
 
 
-def find(server: EmbeddingServer, keys: list[int], samples: int = 0, shard: int = 0) -> list[int]:
-    return server.rows_of(Wanted((shard,), (len(keys),), torch.tensor(keys, dtype=torch.int64), samples)).tolist()
+def find(server: EmbeddingServer, keys: list[int], samples: int = 0, shard: int = 0, newest: int = 0) -> list[int]:
+    wanted = Wanted((shard,), (len(keys),), torch.tensor(keys, dtype=torch.int64), samples, newest)
+    return server.rows_of(wanted).tolist()
 
 
 def set_of(table: Table, key: int) -> int:
@@ -279,6 +281,23 @@ def test_a_key_that_is_not_looked_up_for_too_long_begins_anew() -> None:
     assert find(server, [1, 2], samples=1) == rows.tolist()
     momentum = server.state()[0].tensors["momentum"]
     assert [momentum[row] > 0 for row in rows.tolist()] == [False, True]
+
+
+def test_the_time_to_live_may_be_of_the_data() -> None:
+    table = replace(USER, ids=Dynamic(admit=1, ttl="2h"))
+    server = server_of(whole(table))
+    rows = torch.tensor(find(server, [1, 2, 3], samples=1, newest=1000))
+    server.push(RowLookup((0,), rows.sort().values), [torch.ones(3, 3)], 0.1)
+    find(server, [2], samples=10**6, newest=1100)
+    saved = [Rows(own.table, own.start, {n: t.clone() for n, t in own.tensors.items()}) for own in server.state()]
+    server = server_of(whole(table))
+    server.load(saved)
+    assert server.catch_up(Clock(0, 7)).minutes == 1100, "time goes on from what was loaded"
+    find(server, [3], samples=1, newest=1120)
+    find(server, [], samples=1, newest=1090)  # rows are shuffled
+    assert find(server, [1, 2, 3], samples=1, newest=1121) == rows.tolist()
+    momentum = server.state()[0].tensors["momentum"]
+    assert [bool(momentum[row] > 0) for row in rows.tolist()] == [False, True, True]
 
 
 def test_pinned_keys_stay() -> None:

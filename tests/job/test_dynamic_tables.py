@@ -1,5 +1,6 @@
 """Whole jobs with dynamic tables: as exact as with fixed ones, resumed, moved, killed, evaluated, exported, refused."""
 
+import datetime
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from shadowsync import Callback, Job, Trained, serving, wrap
 from shadowsync.data.values import words
 from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, Counts, hashes_of, salt_of, sets_of
 from shadowsync.embedding.table import WAYS
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.memory.shared import can_share
 from shadowsync.report.files import read_frames
 
@@ -165,6 +166,54 @@ def test_a_lost_server_comes_back_with_the_owners_that_were_saved(
     owners(Trained(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("form", ["datetime", "text", "seconds"])
+def test_ids_that_are_gone_for_a_time_of_the_data_lose_their_rows(tmp_path: Path, form: str) -> None:
+    """Half of the users are there on the first day only, and the rows are shuffled within an hour or so."""
+    rows, start = 1200, datetime.datetime(2026, 11, 1, tzinfo=datetime.UTC)
+    days = np.arange(rows) * 10 // rows
+    user = np.where(days == 0, np.arange(rows) % 40, 20 + np.arange(rows) % 20)
+    at = pl.Series([start + datetime.timedelta(minutes=12.0 * number) for number in range(rows)])
+    times = {"datetime": at, "text": at.dt.to_string("%Y-%m-%dT%H:%M:%S"), "seconds": at.dt.epoch("s")}[form]
+    frame = pl.DataFrame({"label": user % 2, "user": user, "price": user / 40, "at": times})
+    files = (tmp_path / "train.csv", tmp_path / "test.csv") if form == "text" else (tmp_path / "a.parquet",) * 2
+    for file in files:
+        frame.write_csv(file) if form == "text" else frame.write_parquet(file)
+    columns: dict[str, Any] = {"price": "dense", "user": {**AT_ONCE, "capacity": 1600, "ttl": "3d"}}
+    config = job(files, columns, data={"time": "at", "shuffle": "within=64"})
+    config["data"]["name"] = "csv" if form == "text" else "parquet"
+    fails(Job(config | {"data": {**config["data"], "time": "when"}}, out=tmp_path / "x").run, DataError, "(data.time)")
+    without = {key: value for key, value in config["data"].items() if key != "time"}
+    fails(Job(config | {"data": without}, out=tmp_path / "x").run, ConfigError, "as data.time=timestamp")
+    Job(config, out=tmp_path / "out").run()
+    tight = {**columns, "user": {**columns["user"], "capacity": 16, "evict": "never"}}
+    config["data"] = {**config["data"], "columns": tight}
+    Job(config, out=tmp_path / "tight").run()
+    assert set(owners(Trained(tmp_path / "tight"))["user"]) <= {*range(20, 40)}, "those that are gone gave their rows"
+    assert len(Trained(tmp_path / "out").predict({"user": [3, 21], "price": [0.1, 0.2]})) == 2, (
+        "predictions need no time"
+    )
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (["2026-11-01", None], "is missing"),
+        (["2026-11-01", "yesterday"], "is 'yesterday'"),
+        ([1_790_000_000_000, 5], "is 1790000000000"),
+        ([-5, 5], "is -5"),
+        ([True, False], "it must hold dates, or seconds since 1970"),
+    ],
+    ids=str,
+)
+def test_a_time_that_is_none_is_said(tmp_path: Path, times: list[Any], told: str) -> None:
+    frame = pl.DataFrame({"label": [0, 1] * 50, "user": [1, 2] * 50, "price": [0.5, 0.1] * 50, "at": times * 50})
+    frame.write_parquet(tmp_path / "a.parquet")
+    config = job(
+        (tmp_path / "a.parquet",) * 2, {"price": "dense", "user": {**AT_ONCE, "ttl": "3d"}}, data={"time": "at"}
+    )
+    fails(Job(config, out=tmp_path / "x").run, DataError, told)
+
+
 def test_values_are_pinned_as_they_stand_in_the_column(logs: tuple[Path, Path], tmp_path: Path) -> None:
     rare = f"user {USERS}"
     first = pl.read_parquet(logs[0])
@@ -262,6 +311,7 @@ def test_what_has_no_effect_or_no_sense_is_one_sentence(logs: tuple[Path, Path],
 
     fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "capacity": 0}}), ConfigError, "capacity")
     fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "evict": "lfo"}}), ConfigError, "did you mean lfu")
+    fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "ttl": "7 days"}}), ConfigError, "for instance 7d")
     together = {"tables": {"user": "both", "item": "both"}}
     apart = {**ROOMY, "user": {**ROOMY["user"], "evict": "lru"}}
     fails(lambda: start(apart, data=together), ConfigError, "data.tables puts user and item into one table")

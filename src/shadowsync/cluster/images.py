@@ -20,7 +20,7 @@ from shadowsync.cluster.servers import IMAGE_S, Imaged
 from shadowsync.cluster.supervisor import Member
 from shadowsync.cluster.trainer import TrainerPart
 from shadowsync.embedding.client import EmbeddingClient
-from shadowsync.embedding.keys import OF_SETS, PARTS
+from shadowsync.embedding.keys import OF_SETS, PARTS, Clock
 from shadowsync.embedding.proxy import UNCOUNTED, ServerProxy
 from shadowsync.embedding.saves import SaveMethods, read_rows, write_rows
 from shadowsync.embedding.service import EmbeddingService
@@ -156,9 +156,9 @@ class Images:
         here = {k: v for member in servers for k, v in ask(member.connection, SaveMethods.tensor_names).items()}
         match_optimizer(there, here)
         self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
-        now = max((ask(member.connection, EmbeddingService.catch_up, 0) for member in servers), default=0)
-        for member in servers if now else ():  # of each what was looked up last
-            ask(member.connection, EmbeddingService.catch_up, now)
+        now = Clock()
+        for member in [*servers, *servers]:  # of each what was looked up last
+            now = ask(member.connection, EmbeddingService.catch_up, now)
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:
         write_rows(member.connection, saved.rows_of(self._manager.spec.shards[member.index]))

@@ -122,25 +122,32 @@ class Batch:
         dense: float32 `[B, N]`.
         ids: `F` features in the order of the source's schema.
         weights: of the samples in the loss and in measures, float32 `[B]`; None for ones.
+        minutes: when they were, since 1970, int32 `[B]`; None if that is not known.
     """
 
     labels: Tensor
     dense: Tensor
     ids: Jagged
     weights: Tensor | None = None
+    minutes: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    @property
+    def newest(self) -> int:
+        """When the newest of the samples was, in minutes since 1970; 0 if that is not known."""
+        return 0 if self.minutes is None or not len(self.minutes) else int(self.minutes.max())
+
     def narrow(self, start: int, stop: int) -> "Batch":
         """Samples `start … stop − 1`."""
-        weights = None if self.weights is None else self.weights[start:stop]
-        return Batch(self.labels[start:stop], self.dense[start:stop], self.ids.narrow(start, stop), weights)
+        beside = (None if tensor is None else tensor[start:stop] for tensor in (self.weights, self.minutes))
+        return Batch(self.labels[start:stop], self.dense[start:stop], self.ids.narrow(start, stop), *beside)
 
     def take(self, index: Tensor) -> "Batch":
         """The samples at `index` (int64 `[K]`), in that order."""
-        weights = None if self.weights is None else self.weights[index]
-        return Batch(self.labels[index], self.dense[index], self.ids.take(index), weights)
+        beside = (None if tensor is None else tensor[index] for tensor in (self.weights, self.minutes))
+        return Batch(self.labels[index], self.dense[index], self.ids.take(index), *beside)
 
     @staticmethod
     def join(parts: Sequence["Batch"]) -> "Batch":
@@ -148,5 +155,6 @@ class Batch:
         if len(parts) == 1:
             return parts[0]
         labels, dense = (torch.cat([getattr(part, name) for part in parts]) for name in ("labels", "dense"))
-        weights = [part.weights for part in parts if part.weights is not None]
-        return Batch(labels, dense, Jagged.join([part.ids for part in parts]), torch.cat(weights) if weights else None)
+        beside = ([getattr(part, name) for part in parts] for name in ("weights", "minutes"))
+        joined = (None if tensors[0] is None else torch.cat(tensors) for tensors in beside)
+        return Batch(labels, dense, Jagged.join([part.ids for part in parts]), *joined)

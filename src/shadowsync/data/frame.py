@@ -21,7 +21,7 @@ from shadowsync.data.files import Problem
 from shadowsync.data.fitting import Learnt
 from shadowsync.data.labels import FAMILIES, Task, task_of
 from shadowsync.data.source import Feature, Pooling, Schema
-from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, value_type
+from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, minutes_of, value_type
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
 from shadowsync.serving import NOTHING, Mask, Transforms, indicator_of, told
@@ -61,6 +61,10 @@ class TableOptions:
     weight: Annotated[
         str | None,
         Field(description="the column of the rows' weights in the loss and in measures; null: all count alike"),
+    ] = None
+    time: Annotated[
+        str | None,
+        Field(description="the column that says when a row was, dates or seconds since 1970, for a ttl of dynamic ids"),
     ] = None
     dense: Annotated[
         tuple[str, ...], Field(description="dense columns, in the model's order, before others of columns")
@@ -149,7 +153,7 @@ class TableOptions:
 
     def unlabelled(self) -> Self:
         """For rows that may be without answers."""
-        return replace(self, label=None, labels={}, weight=None)
+        return replace(self, label=None, labels={}, weight=None, time=None)
 
     def _role(self, answer: str) -> str:
         """Of a column that is an answer."""
@@ -231,7 +235,7 @@ class TableOptions:
     def names(self) -> list[str]:
         """All columns of the data that are read."""
         of = [part for name, kind in self.kinds.all() for part in kind.parts(name)]
-        return list(dict.fromkeys((*self.answers, *of, *self.weights.values())))
+        return list(dict.fromkeys((*self.answers, *of, *self.weights.values(), *([self.time] if self.time else ()))))
 
     def read_alike(self, tables: Sequence[tuple[Types, str]]) -> Transforms:
         """What becomes of the columns of tables, each with its place; where one has only nulls of a column, or lists
@@ -277,6 +281,10 @@ class TableOptions:
 
         for name, key in self.answers.items():
             need(number(type_of(name, types, place, key)), key, name, "one number per row")
+        if self.time is not None:
+            held = type_of(self.time, types, place, "data.time")
+            told = held.is_numeric() or held in (pl.Date, pl.Datetime, pl.String)
+            need(told, "data.time", self.time, "dates, or seconds since 1970")
         for name, kind in self.kinds.all():
             dense, parts = isinstance(kind, Dense), kind.parts(name)
             key = f"data.columns.{name}" if name in self.columns else "data.dense" if dense else "data.categorical"
@@ -349,8 +357,17 @@ def batch_of(frame: pl.DataFrame, options: TableOptions, columns: Transforms) ->
     values, offsets, weights = (None if each is None else torch.from_numpy(each) for each in inputs[1:])
     assert values is not None
     jagged = Jagged(values, offsets, weights, len(columns.ids), len(frame))
-    batch = Batch(labels, torch.from_numpy(inputs.dense), jagged, row_weights)
+    times = None if options.time is None else _times(frame[options.time], note)
+    batch = Batch(labels, torch.from_numpy(inputs.dense), jagged, row_weights, times)
     return batch, [first[row] for row in sorted(first)]
+
+
+def _times(values: pl.Series, note: Callable[..., None]) -> Tensor:
+    """Minutes since 1970, int32 `[B]`."""
+    minutes = minutes_of(values)
+    bad = ~((minutes >= 0) & (minutes < 1 << 31))
+    note(bad, f"the time ({values.name}) is ", values, ", it must be a date from 1970 on, or seconds since then")
+    return torch.from_numpy(np.where(bad, 0, minutes).astype(np.int32))
 
 
 def _answers(frame: pl.DataFrame, options: TableOptions, note: Callable[..., None]) -> tuple[Tensor, Tensor | None]:

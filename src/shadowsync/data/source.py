@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
+from shadowsync.config import Ttl
 from shadowsync.data.batch import Batch
 from shadowsync.data.labels import ONE_CLICK, Task
 from shadowsync.errors import ConfigError, DataError
@@ -37,8 +38,9 @@ class Dynamic:
         admit: look-ups after which a key gets a row; below 1 the probability that a look-up gives it one. From 2 on the
             row that keys without one share learns what to expect of a key that is new.
         evict: by name the `eviction.Eviction` that chooses whose row a new key gets where none is free.
-        ttl: a key that was not looked up for so many samples of training has lost its row; None: however long.
-        unadmitted: what keys without a row look up: the one row that they share, or zeros.
+        ttl: a key that was not looked up for so many samples of training, or for so long by the data's own time (as
+            `7d`), has lost its row; None: however long.
+        unadmitted: what keys without a row look up: rows that they share, or zeros.
         pinned: keys that get a row at their first look-up and keep it.
     """
 
@@ -51,10 +53,13 @@ class Dynamic:
         Field(description="whose row a new one gets where none is free"),
     ] = "lfu"
     ttl: Annotated[
-        int | None, Field(gt=0, description="it loses its row when not looked up for so many samples; null: never")
+        Ttl | None,
+        Field(
+            description="it loses its row when not looked up for so many samples, or, as 7d, by data.time; null: never"
+        ),
     ] = None
     unadmitted: Annotated[
-        Literal["shared", "zeros"], Field(description="what one without a row looks up: a row they share, or zeros")
+        Literal["shared", "zeros"], Field(description="what one without a row looks up: rows they share, or zeros")
     ] = "shared"
     pinned: Annotated[tuple[int, ...], Field(description="ids that have a row at their first look-up and keep it")] = ()
 

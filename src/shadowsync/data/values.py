@@ -3,6 +3,7 @@
 `L` values of a column, which are as many as its rows unless they come in lists.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Mapping
@@ -61,6 +62,21 @@ def numbers(values: pl.Series) -> NDArray[np.float64]:
     if kind == pl.Date:
         return as_numpy(values.to_physical().cast(pl.Float64), 0)
     return as_numpy(microseconds(values).cast(pl.Float64), 0) / DAY_US  # polars divides by multiplying, not as exactly
+
+
+def minutes_of(values: pl.Series) -> NDArray[np.float64]:
+    """Of dates, of text that holds dates, and of seconds, since 1970, `[L]`; NaN where that is not known."""
+    if values.dtype == pl.String:
+        seconds = values.cast(pl.Float64, strict=False)
+        if seconds.null_count() == values.null_count():
+            values = seconds
+        else:
+            with contextlib.suppress(pl.exceptions.ComputeError):  # of no format: all of them are bad
+                values = values.str.to_datetime(strict=False)
+    if values.dtype == pl.String:
+        return np.full(len(values), np.nan)
+    found = numbers(values) * 1440 if values.dtype.is_temporal() else numbers(values) / 60
+    return np.where(nulls(values), np.nan, found)
 
 
 def microseconds(values: pl.Series) -> pl.Series:

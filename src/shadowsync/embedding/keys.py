@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shadowsync.config import seconds_of
 from shadowsync.embedding.eviction import KEPT, Eviction
 from shadowsync.embedding.initial import hashes_of, initial_rows, salt_of
 from shadowsync.embedding.storage import Storage
@@ -49,11 +52,13 @@ PARTS: Mapping[str, torch.dtype] = {
     "key": torch.int64,
     "seen": torch.int64,
     "count": torch.int32,
+    "time": torch.int32,
     "candidate": torch.int32,
     "door": torch.int32,
 }
 """What is kept of each row: whose it is, the sample at which it was looked up last, how often it was (at most once a
-batch), and a part of what is known of the keys that wait for a row of its set (`waiting.Waiting`)."""
+batch), the minute at which it was by the data, if that is known, and a part of what is known of the keys that wait for
+a row of its set (`waiting.Waiting`)."""
 OF_SETS = frozenset(("candidate", "door"))
 """Of the set that a row is in, and not of the key whose it is."""
 KEY_BYTES = sum(dtype.itemsize for dtype in PARTS.values())
@@ -83,7 +88,7 @@ def drops_keys(table: Table) -> bool:
 def parts_of(shards: Sequence[Shard]) -> list[tuple[int, torch.dtype]]:
     """Elements and type of what is allocated beside the rows of these shards."""
     rows = sum(shard.rows for shard in shards if shard.table.ids is not None)
-    return [*((rows, dtype) for dtype in PARTS.values()), (len(fields(Counts)) + 1, torch.int64)] if rows else []
+    return [*((rows, dtype) for dtype in PARTS.values()), (len(fields(Counts)) + 2, torch.int64)] if rows else []
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,21 @@ class Wanted(Meta, frozen=True):
         counts: keys of each run.
         keys: int64 `[L]`.
         samples: of the batch in training, so that keys are admitted; 0 changes nothing.
+        newest: when the newest of them was by the data, in minutes since 1970; 0 if that is not known.
     """
 
     shards: tuple[int, ...]
     counts: tuple[int, ...]
     keys: Tensor
-    samples: int = 0
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
+    newest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+
+
+class Clock(Meta, frozen=True):
+    """How late it is: samples of training that looked keys up, and minutes since 1970 by the newest of the data."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
+    minutes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
 
 
 class KeyIndex:
@@ -169,7 +183,7 @@ class KeyIndex:
         rows = [state[index].stop - state[index].start for index in self._mine]
         *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
         self._flat = dict(zip(PARTS, flat, strict=True))
-        # the sample it is; owners but for those that came and went since; as `Counts`; samples of the largest batch
+        # sample; owners but for those that came and went since; as `Counts`; samples of the largest batch; minute
         self._totals = totals.numpy()
         starts = [0, *accumulate(rows)]
         self.tensors: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(state))}
@@ -185,7 +199,9 @@ class KeyIndex:
         self._shift = self._first[:-1] - before
         self._options = [options for table in tables if (options := table.ids) is not None]
         self._evictions = [choose("evict", o.evict, "shadowsync.embedding", Eviction)() for o in self._options]
-        self._ttl = np.array([o.ttl or KEPT for o in self._options], dtype=np.int64)
+        ttls = [o.ttl for o in self._options]
+        self._ttl = np.array([ttl if isinstance(ttl, int) else KEPT for ttl in ttls], dtype=np.int64)
+        self._minutes = np.array([seconds_of(ttl) / 60 if isinstance(ttl, str) else KEPT for ttl in ttls])
         self._ages = any(o.ttl is not None for o in self._options)
         self._drops = np.array([drops_keys(table) for table in tables], dtype=np.bool_)
         self._waiting = Waiting(self._sets["candidate"], self._sets["door"])
@@ -222,17 +238,18 @@ class KeyIndex:
 
     @property
     def counts(self) -> Counts:
-        _, before, admitted, refused, evicted, _ = self._totals.tolist()
+        before, admitted, refused, evicted = self._totals[1:5].tolist()
         return Counts(len(self._flat["key"]), before + admitted - evicted, admitted, refused, evicted)
 
-    def catch_up(self, samples: int) -> int:
-        """It is this sample of training at least; which it is."""
-        self._totals[0] = max(int(self._totals[0]), samples)
-        return int(self._totals[0])
+    def catch_up(self, clock: Clock) -> Clock:
+        """It is so late at least; how late it is."""
+        self._totals[0] = max(int(self._totals[0]), clock.samples)
+        self._totals[6] = max(int(self._totals[6]), clock.minutes)
+        return Clock(int(self._totals[0]), int(self._totals[6]))
 
     def go_on_from(self, before: Counts) -> None:
         """Counts what came and went from there on, as the one whose keys these were until now."""
-        self._totals[0] = max(self._totals[0], int(self._flat["seen"].max()))
+        self.catch_up(Clock(int(self._flat["seen"].max()), int(self._flat["time"].max())))
         self._totals[2:5] = before.admitted, before.refused, before.evicted
         self.recount()
 
@@ -255,6 +272,7 @@ class KeyIndex:
         if wanted.samples:
             self._totals[0] += wanted.samples
             self._totals[5] = max(self._totals[5], wanted.samples)
+            self._totals[6] = max(self._totals[6], wanted.newest)
             expired = self._seen(rows, places)
             missing |= expired
         at = np.flatnonzero(missing)
@@ -312,7 +330,7 @@ class KeyIndex:
         theirs = (rows >= 0) & ~expired
         known = rows[theirs]
         before = self._aged(count[known], now - seen[known], places[theirs])
-        seen[known] = now
+        seen[known], self._flat["time"].numpy()[known] = now, self._totals[6]
         count[known] = before + (before < PINNED - 1)  # once for a row, however often it is in the batch
         return expired
 
@@ -325,9 +343,14 @@ class KeyIndex:
         """Which of these rows was not looked up for longer than its key may keep it, `[L]`."""
         if not self._ages:
             return np.zeros(len(rows), dtype=np.bool_)
-        seen, count = self._flat["seen"].numpy()[rows], self._flat["count"].numpy()[rows]
-        old: Mask = (rows >= 0) & (self._totals[0] - seen > self._ttl[places]) & (count != PINNED)
+        seen, time, count = (self._flat[name].numpy()[rows] for name in ("seen", "time", "count"))
+        old: Mask = (rows >= 0) & self._outlived(seen, time, places) & (count != PINNED)
         return old
+
+    def _outlived(self, seen: Ids, time: NDArray[np.int32], places: Ids) -> Mask:
+        """Who was looked up last then has not been for longer than it may be."""
+        late: Mask = (self._totals[0] - seen > self._ttl[places]) | (self._totals[6] - time > self._minutes[places])
+        return late
 
     # --- new owners --------------------------------------------------------------------------------------------------
 
@@ -347,7 +370,8 @@ class KeyIndex:
         options, eviction = self._options[place], self._evictions[place]
         owners, seen = self._sets["key"][sets], self._sets["seen"][sets]
         shared, idle = owners == _DEFAULT, now - seen
-        old = (idle > self._ttl[place]) & (self._sets["count"][sets] != PINNED) & (owners != 0) & ~shared
+        old = self._outlived(seen, self._sets["time"][sets], places[:, None])
+        old &= (self._sets["count"][sets] != PINNED) & (owners != 0) & ~shared
         there = (owners == keys[:, None]) & ~old  # another process was quicker
         pinned, times = np.isin(keys ^ NOBODY, self._pinned[place]), self._waiting.count(sets, hashes)
         wanting = ~there.any(1) & (pinned | self._may_enter(options.admit, times))
@@ -408,7 +432,7 @@ class KeyIndex:
             self._begin_anew(place, rows[part][~shared], keys[part][~shared] ^ NOBODY)
             self._begin_shared(place, rows[part][shared])
         self._flat["count"].numpy()[rows] = counts
-        self._flat["seen"].numpy()[rows] = now
+        self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[6]
         owner[rows] = keys
 
     def _begin_anew(self, place: int, rows: Ids, keys: Ids) -> None:
@@ -457,7 +481,8 @@ class KeyIndex:
         owners = self._flat["key"][begin * WAYS : end * WAYS]
         before = _owned(owners)
         yield
-        self._totals[0] = max(self._totals[0], int(self.tensors[shard]["seen"][start:stop].max()))
+        newest = (int(self.tensors[shard][name][start:stop].max()) for name in ("seen", "time"))
+        self.catch_up(Clock(*(max(0, each) for each in newest)))
         self._settle(begin, end)
         self._pin(self._place[shard], begin * WAYS, end * WAYS)
         self._take_defaults(self._place[shard], begin, end)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.embedding.distinct import SlotGroups, find_distinct
-from shadowsync.embedding.keys import USUAL_RULES, KeyIndex, KeyRules, Wanted
+from shadowsync.embedding.keys import USUAL_RULES, Clock, KeyIndex, KeyRules, Wanted
 from shadowsync.embedding.keys import Counts as KeyCounts
 from shadowsync.embedding.optimizers import Extent, RowOptimizer
 from shadowsync.embedding.requests import (
@@ -236,9 +236,9 @@ class EmbeddingServer:
         """Of the dynamic tables, if there are any."""
         return None if self._keys is None else self._keys.counts
 
-    def catch_up(self, samples: int) -> int:
-        """Where keys are it is this sample of training at least; which it is."""
-        return 0 if self._keys is None else self._keys.catch_up(samples)
+    def catch_up(self, clock: Clock) -> Clock:
+        """Where keys are it is so late at least; how late it is."""
+        return Clock() if self._keys is None else self._keys.catch_up(clock)
 
     def take_over(self, keys: KeyCounts | None) -> None:
         """This server, which has been given the rows of another, takes its place: its dynamic tables had these counts,

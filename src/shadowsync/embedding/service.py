@@ -10,7 +10,7 @@ from torch import Tensor
 from shadowsync.compression.channel import Stream
 from shadowsync.compression.codec import Codec
 from shadowsync.compression.plain import Plain
-from shadowsync.embedding.keys import Counts, Wanted
+from shadowsync.embedding.keys import Clock, Counts, Wanted
 from shadowsync.embedding.messages import (
     Coded,
     Sent,
@@ -152,11 +152,9 @@ class EmbeddingService(SaveMethods):
         return asked.lookup, tuple(found.tensor for found in decoded)
 
     @served()
-    def catch_up(self, samples: int) -> int:
+    def catch_up(self, clock: Clock) -> Clock:
         """As `EmbeddingServer.catch_up`."""
-        if not 0 <= samples < 1 << 62:
-            raise DataError(f"{samples} samples of training are none")
-        return self.server.catch_up(samples)
+        return self.server.catch_up(clock)
 
     @served()
     def key_counts(self) -> Counts | None:

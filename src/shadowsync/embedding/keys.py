@@ -191,9 +191,15 @@ class KeyIndex:
             self.tensors[index] = {name: flat[start:stop] for name, flat in self._flat.items()}
         self._sets = {name: flat.numpy().reshape(-1, WAYS) for name, flat in self._flat.items()}
         tables = [state[index].table for index in self._mine]
+        self._of_rows = [
+            [name for name, tensor in state[index].tensors.items() if len(tensor) == count]
+            for index, count in zip(self._mine, rows, strict=True)
+        ]
         self._place = {index: place for place, index in enumerate(self._mine)}
         self._salts = np.array([salt_of(table.name) for table in tables], dtype=np.uint64)
         self._of_table = np.array([table.rows // WAYS for table in tables], dtype=np.int64)
+        self._halved = HALVED * WAYS * self._of_table
+        self._shortest = self._halved.min(initial=KEPT)
         self._first = np.array([start // WAYS for start in starts], dtype=np.int64)  # sets of each, in `_sets`
         before = np.array([state[index].start // WAYS for index in self._mine], dtype=np.int64)
         self._shift = self._first[:-1] - before
@@ -280,11 +286,12 @@ class KeyIndex:
             keys, places_of, sets, hashes = keys[at], places[at], sets[at], hashes[at]
             known = self._waiting.knows(sets, hashes)
             if wanted.samples:
-                self._admit(keys, places_of, sets, hashes)
+                self._admit(keys, places_of, sets, hashes, known)
                 found = self._at(keys, sets, hashes)
                 found[expired[at] & self._too_old(found, places_of)] = -1  # their keys got none
                 rows[at] = found
-            rows[at] = np.where((rows[at] < 0) & known, self._shared(sets, first_ways(hashes)), rows[at])
+            sharing = np.flatnonzero((rows[at] < 0) & known)
+            rows[at[sharing]] = self._shared(sets[sharing], first_ways(hashes[sharing]))
         return torch.from_numpy(np.where(rows < 0, -1, rows - self._first[places] * WAYS))
 
     def _sought(self, wanted: Wanted) -> tuple[Ids, Ids, Ids, Words]:
@@ -329,14 +336,18 @@ class KeyIndex:
         expired = self._too_old(rows, places)
         theirs = (rows >= 0) & ~expired
         known = rows[theirs]
-        before = self._aged(count[known], now - seen[known], places[theirs])
-        seen[known], self._flat["time"].numpy()[known] = now, self._totals[6]
+        before, idle = count[known], now - seen[known]
+        if (idle >= self._shortest).any():
+            before = self._aged(before, idle, places[theirs])
+        seen[known] = now
+        if self._totals[6]:
+            self._flat["time"].numpy()[known] = self._totals[6]
         count[known] = before + (before < PINNED - 1)  # once for a row, however often it is in the batch
         return expired
 
     def _aged(self, counts: NDArray[np.int32], idle: Ids, places: Ids) -> NDArray[np.int32]:
         """How often keys were looked up, halved for those that were not for long."""
-        halvings = np.minimum(idle // (HALVED * WAYS * self._of_table[places]), 31).astype(np.int32)
+        halvings = np.minimum(idle // self._halved[places], 31).astype(np.int32)
         return np.where(counts == PINNED, counts, counts >> halvings)
 
     def _too_old(self, rows: Ids, places: Ids) -> Mask:
@@ -347,6 +358,14 @@ class KeyIndex:
         old: Mask = (rows >= 0) & self._outlived(seen, time, places) & (count != PINNED)
         return old
 
+    def _old(self, owners: Ids, sets: Ids, places: Ids) -> Mask:
+        """Which rows of these sets are those of keys that were not looked up for longer than they may be, `[K, W]`."""
+        if not self._ages:
+            return np.zeros(owners.shape, dtype=np.bool_)
+        late: Mask = self._outlived(self._sets["seen"][sets], self._sets["time"][sets], places[:, None])
+        late &= (self._sets["count"][sets] != PINNED) & (owners != 0) & (owners != _DEFAULT)
+        return late
+
     def _outlived(self, seen: Ids, time: NDArray[np.int32], places: Ids) -> Mask:
         """Who was looked up last then has not been for longer than it may be."""
         late: Mask = (self._totals[0] - seen > self._ttl[places]) | (self._totals[6] - time > self._minutes[places])
@@ -354,7 +373,7 @@ class KeyIndex:
 
     # --- new owners --------------------------------------------------------------------------------------------------
 
-    def _admit(self, keys: Ids, places: Ids, sets: Ids, hashes: Words) -> None:
+    def _admit(self, keys: Ids, places: Ids, sets: Ids, hashes: Words, known: Mask) -> None:
         _, first = np.unique(hashes ^ self._salts[places], return_index=True)  # of tables that hash a key alike, both
         with self._singly():
             while len(first):  # one key of each set at a time
@@ -362,39 +381,30 @@ class KeyIndex:
                 chosen, first = first[apart], np.delete(first, apart)
                 for place in np.unique(self._alike[places[chosen]]):
                     own = chosen[self._alike[places[chosen]] == place]
-                    self._admit_apart(places[own], keys[own], sets[own], hashes[own])
+                    self._admit_apart(places[own], keys[own], sets[own], hashes[own], known[own])
 
-    def _admit_apart(self, places: Ids, keys: Ids, sets: Ids, hashes: Words) -> None:
+    def _admit_apart(self, places: Ids, keys: Ids, sets: Ids, hashes: Words, known: Mask) -> None:
         """Keys of shards with the same options, each in another set."""
         place, now = int(places[0]), int(self._totals[0])
-        options, eviction = self._options[place], self._evictions[place]
-        owners, seen = self._sets["key"][sets], self._sets["seen"][sets]
-        shared, idle = owners == _DEFAULT, now - seen
-        old = self._outlived(seen, self._sets["time"][sets], places[:, None])
-        old &= (self._sets["count"][sets] != PINNED) & (owners != 0) & ~shared
-        there = (owners == keys[:, None]) & ~old  # another process was quicker
-        pinned, times = np.isin(keys ^ NOBODY, self._pinned[place]), self._waiting.count(sets, hashes)
-        wanting = ~there.any(1) & (pinned | self._may_enter(options.admit, times))
-        given = (places, keys, sets, hashes, owners, seen, shared, idle, old, pinned, times)
-        places, keys, sets, hashes, owners, seen, shared, idle, old, pinned, times = (each[wanting] for each in given)
-        if not len(keys):
-            return
-        held, each = self._sets["count"][sets], np.arange(len(keys))
-        counts = self._aged(held, idle, places[:, None]).astype(np.int64)
-        rank = eviction.rank(counts, seen)
-        rank = np.where((held == PINNED) | shared | (idle <= self._kept_calls * self._totals[5]), KEPT, rank)
-        rank = np.where((owners == 0) | old, -1, rank)
-        rank = np.where((rank == -1) & (np.arange(WAYS) == first_ways(hashes)[:, None]), -2, rank)
-        rank = np.where(owners == keys[:, None], -3, rank)  # its own, which was too old
-        way = rank.argmin(1)
-        theirs, rank = counts[each, way], rank[each, way]
-        full = rank >= 0
-        takes = ~full | ((rank < KEPT) & (pinned | eviction.yields(theirs, times)))
-        load, shares = np.where(shared, counts, 0).sum(1), shared.sum(1)
-        claim = np.maximum(np.where(takes, times, 0), np.maximum(theirs, 1))
-        crowded = full & (rank < KEPT) & ~pinned & (shares < _SHARED) & (load > shares * claim)
-        takes &= ~crowded
-        self._refuse(places[~takes], sets[~takes], first_ways(hashes[~takes]), now)
+        pinned, times = np.isin(keys ^ NOBODY, self._pinned[place]), self._waiting.count(sets, hashes, known)
+        wanting = np.flatnonzero(pinned | self._may_enter(self._options[place].admit, times))
+        places, keys, sets, hashes = places[wanting], keys[wanting], sets[wanting], hashes[wanting]
+        owners = self._sets["key"][sets]
+        mine, old = owners == keys[:, None], self._old(owners, sets, places)
+        there = (mine & ~old).any(1)  # another process was quicker
+        if there.any():
+            left = ~there
+            places, keys, sets, hashes, wanting = (each[left] for each in (places, keys, sets, hashes, wanting))
+            owners, mine, old = owners[left], mine[left], old[left]
+        pinned, times = pinned[wanting], times[wanting]
+        each, ways, free = np.arange(len(keys)), first_ways(hashes), (owners == 0) | old
+        way = np.where(free[each, ways], ways, free.argmax(1))
+        way = np.where(mine.any(1), mine.argmax(1), way)  # its own, which was too old
+        takes, crowded = free.any(1), np.zeros(len(keys), dtype=np.bool_)
+        full = np.flatnonzero(~takes)
+        if len(full):
+            way[full], takes[full], crowded[full] = self._contest(places[full], sets[full], pinned[full], times[full])
+        self._refuse(places[~takes], sets[~takes], ways[~takes], now)
         changed = takes | crowded
         self._totals[2] += takes.sum()
         self._totals[4] += (changed & (owners[each, way] != 0)).sum()
@@ -402,12 +412,29 @@ class KeyIndex:
         counts = np.where(crowded, 0, np.where(pinned, PINNED, times))
         self._give((sets * WAYS + way)[changed], np.where(crowded, _DEFAULT, keys)[changed], counts[changed], now)
 
+    def _contest(self, places: Ids, sets: Ids, pinned: Mask, times: Ids) -> tuple[Ids, Mask, Mask]:
+        """Of full sets which row goes next, whether to a key that was looked up so often, and whether to all that share
+        rows of the set, `[K]`."""
+        eviction, each = self._evictions[int(places[0])], np.arange(len(sets))
+        held, seen = self._sets["count"][sets], self._sets["seen"][sets]
+        shared, idle = self._sets["key"][sets] == _DEFAULT, self._totals[0] - seen
+        counts = self._aged(held, idle, places[:, None]).astype(np.int64)
+        rank = eviction.rank(counts, seen)
+        rank = np.where((held == PINNED) | shared | (idle <= self._kept_calls * self._totals[5]), KEPT, rank)
+        way = rank.argmin(1)
+        theirs, goes = counts[each, way], rank[each, way] < KEPT
+        takes = goes & (pinned | eviction.yields(theirs, times))
+        load, shares = np.where(shared, counts, 0).sum(1), shared.sum(1)
+        claim = np.maximum(np.where(takes, times, 0), np.maximum(theirs, 1))
+        crowded = goes & ~pinned & (shares < _SHARED) & (load > shares * claim)
+        return way, takes & ~crowded, crowded
+
     def _refuse(self, places: Ids, sets: Ids, ways: Ids, now: int) -> None:
         """Keys, each of another set, have no row of their own, and look up the one that they share."""
         self._totals[3] += len(sets)
         if len(sets) and not self._drops[places[0]]:
             rows, (seen, count) = self._shared(sets, ways), (self._flat[name].numpy() for name in ("seen", "count"))
-            period = HALVED * WAYS * self._of_table[places]
+            period = self._halved[places]
             halvings = (now - seen[rows]) // period  # they are looked up all the time
             count[rows] = (count[rows] >> np.minimum(halvings, 31).astype(np.int32)) + 1
             seen[rows] += halvings * period
@@ -430,7 +457,8 @@ class KeyIndex:
         for place, part in parts:
             shared = keys[part] == _DEFAULT
             self._begin_anew(place, rows[part][~shared], keys[part][~shared] ^ NOBODY)
-            self._begin_shared(place, rows[part][shared])
+            if shared.any():
+                self._begin_shared(place, rows[part][shared])
         self._flat["count"].numpy()[rows] = counts
         self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[6]
         owner[rows] = keys
@@ -439,27 +467,20 @@ class KeyIndex:
         """Rows of a shard are as of keys that nobody has trained."""
         own, at = self._state[self._mine[place]], torch.from_numpy(rows - self._first[place] * WAYS)
         own.tensors["weight"].index_copy_(0, at, torch.from_numpy(initial_rows(own.table, keys, self._seed)))
-        for name in self._of_rows(own) - {"weight"}:
-            own.tensors[name].index_fill_(0, at, 0)
+        for name in self._of_rows[place]:
+            if name != "weight":
+                own.tensors[name].index_fill_(0, at, 0)
         self._storage.written(self._mine[place], at)
 
     def _begin_shared(self, place: int, rows: Ids) -> None:
         """Rows of a shard are as those that the keys which will share them have shared until now."""
-        if len(rows):
-            own, start = self._state[self._mine[place]], self._first[place] * WAYS
-            until_now = torch.from_numpy(self._shared(rows // WAYS, rows % WAYS) - start)
-            found = {
-                name: own.tensors[name].new_empty(len(rows), *own.tensors[name].shape[1:])
-                for name in self._of_rows(own)
-            }
-            self._storage.copy(self._mine[place], until_now, found)
-            for name, values in found.items():
-                own.tensors[name].index_copy_(0, torch.from_numpy(rows - start), values)
-            self._storage.written(self._mine[place], torch.from_numpy(rows - start))
-
-    def _of_rows(self, own: Rows) -> set[str]:
-        """The weight, and what the optimizer keeps for each row of a shard."""
-        return {name for name, tensor in own.tensors.items() if len(tensor) == own.stop - own.start} - PARTS.keys()
+        own, start = self._state[self._mine[place]], self._first[place] * WAYS
+        until_now = torch.from_numpy(self._shared(rows // WAYS, rows % WAYS) - start)
+        found = {name: torch.empty_like(own.tensors[name][: len(rows)]) for name in self._of_rows[place]}
+        self._storage.copy(self._mine[place], until_now, found)
+        for name, values in found.items():
+            own.tensors[name].index_copy_(0, torch.from_numpy(rows - start), values)
+        self._storage.written(self._mine[place], torch.from_numpy(rows - start))
 
     # --- after rows were loaded --------------------------------------------------------------------------------------
 

@@ -45,23 +45,24 @@ class Waiting:
             found &= self._doors[sets, bits >> 5] >> (bits & 31).astype(np.uint32) & 1 > 0
         return found
 
-    def count(self, sets: Ids, hashes: Words) -> Ids:
-        """Takes note of a look-up of keys, each of another set; how often each was looked up, this time included, as
-        far as that is known, `[K]`."""
-        each, held, mine = np.arange(len(sets)), self._counters[sets], _marks(hashes)
-        same = (held & ~_MOST == mine[:, None]) & (held & _MOST > 0)
-        counted, known = same.any(1), self.knows(sets, hashes)
-        # a key that is counted from now on takes the place of the one that came least often; of several any
-        ranks = (held & _MOST).astype(np.int64) * WAYS + (np.arange(WAYS) - (mine >> 15)[:, None]) % WAYS
-        chosen = np.where(counted, same.argmax(1), ranks.argmin(1))
-        times = np.where(counted, held[each, chosen] & _MOST, known.astype(np.int32)) + 1
-        fading = (hashes >> np.uint64(18) & np.uint64(WAYS - 1)).view(np.int64)
-        at = held[each, fading]
-        self._counters[sets, fading] = at - (known & ~counted & (at & _MOST > 0))
-        own = counted | known
-        self._counters[sets[own], chosen[own]] = mine[own] | np.minimum(times[own], _MOST)
+    def count(self, sets: Ids, hashes: Words, known: Mask) -> Ids:
+        """Takes note of a look-up of keys, each of another set, of which some are `known`; how often each was looked up
+        with this time, as far as that is told, `[K]`: one that the filter has lost is as new once, and then goes on."""
         self._let_in(sets[~known], hashes[~known])
-        return times.astype(np.int64)
+        times = np.ones(len(sets), dtype=np.int64)
+        sets, hashes = sets[known], hashes[known]
+        each, held, mine = np.arange(len(sets)), self._counters[sets], _marks(hashes)
+        same, counts = held & ~_MOST == mine[:, None], held & _MOST
+        same &= counts > 0
+        counted = same.any(1)
+        # a key that is counted from now on takes the place of the one that came least often; of several any
+        ranks = counts * np.int32(WAYS) + (np.arange(WAYS, dtype=np.int32) - (mine >> 15)[:, None]) % WAYS
+        chosen = np.where(counted, same.argmax(1), ranks.argmin(1))
+        times[known] = own = np.where(counted, counts[each, chosen], 1) + 1
+        fading = (hashes >> np.uint64(18) & np.uint64(WAYS - 1)).view(np.int64)
+        self._counters[sets, fading] -= ~counted & (counts[each, fading] > 0)
+        self._counters[sets, chosen] = mine | np.minimum(own, _MOST)
+        return times
 
     def _let_in(self, sets: Ids, hashes: Words) -> None:
         for bits in door_bits(hashes):

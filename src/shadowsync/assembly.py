@@ -86,11 +86,14 @@ def make_tables(
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
     timed = next((table for table in tables if table.ids is not None and isinstance(table.ids.ttl, str)), None)
-    if timed is not None and timed.ids is not None and not config.data.options.get("time"):
+    time = config.data.options.get("time")
+    if timed is not None and timed.ids is not None and not time:
         raise ConfigError(
-            f"table {timed.name} has ttl={timed.ids.ttl}, in the data's own time: name the column that says when a row "
-            "was, as data.time=timestamp, or give ttl in samples"
+            f"table {timed.name} has ttl={timed.ids.ttl}, in the data's own time: give ttl in samples or name the "
+            "column that says when a row was, as data.time=timestamp"
         )
+    if time and timed is None:
+        raise ConfigError(f"data.time={time} has no effect where no ttl is one of time, as 7d: leave it out")
     tables = with_pooling(tables, given, "embedding.pooling")
     if model is None:
         return tables

@@ -57,7 +57,9 @@ def seconds_of(duration: str) -> float:
 
 
 def _as_ttl(given: Any) -> Any:
-    if isinstance(given, str) and not given.isdecimal() and not _DURATION.fullmatch(given):
+    if isinstance(given, str) and not _DURATION.fullmatch(given):
+        if given.isdecimal():
+            return int(given)
         raise ValueError("it must be a number of samples, or of time with s, m, h or d behind it, for instance 7d")
     return given
 
@@ -221,7 +223,7 @@ class TableConfig(Section):
     """of a dynamic table: an id that is not looked up for so many samples of training, or as long by data.time (7d),
     loses its row; null: none does"""
     unadmitted: Literal["shared", "zeros"] | None = None
-    """of a dynamic table: what ids without a row look up, one row that they share (null) or zeros"""
+    """of a dynamic table: what ids without a row look up, rows that they share (null) or zeros"""
     pinned: tuple[int, ...] = ()
     """of a dynamic table: ids that get a row at their first look-up and keep it"""
 

@@ -50,8 +50,8 @@ def whole(table: Table) -> Shard:
     return Shard(table, 0, table.rows)
 
 
-def find(server: EmbeddingServer, keys: list[int], samples: int = 0, shard: int = 0, newest: int = 0) -> list[int]:
-    wanted = Wanted((shard,), (len(keys),), torch.tensor(keys, dtype=torch.int64), samples, newest)
+def find(server: EmbeddingServer, keys: list[int], samples: int = 0, shard: int = 0, minute: int = 0) -> list[int]:
+    wanted = Wanted((shard,), (len(keys),), torch.tensor(keys, dtype=torch.int64), samples, minute)
     return server.rows_of(wanted).tolist()
 
 
@@ -179,6 +179,72 @@ def test_rows_are_shared_where_they_are_looked_up_more_often_than_a_key_is() -> 
     assert {*find(server, seldom)} == {*shared}, "and the others share all of them"
 
 
+def test_a_shared_row_goes_back_to_a_key_that_comes_more_often_than_those_that_share_it() -> None:
+    """When many were there for a while; the first of a set stays."""
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=2))))
+    keys = keys_of_set(ITEM, 1, 6 * WAYS)
+    for _ in range(8):
+        for key in keys:
+            find(server, [key], samples=1)
+        wait(server)
+    shared = [row for row in range(WAYS, 2 * WAYS) if owners(server)[row] == DEFAULT]
+    assert len(shared) == WAYS - 2
+    for _ in range(300):
+        found = find(server, keys[:4], samples=1)
+    left = [row for row in range(WAYS, 2 * WAYS) if owners(server)[row] == DEFAULT]
+    assert WAYS in left, "the first"
+    assert len({*found} - {*left}) == 4
+
+
+def test_pinned_keys_that_come_late_get_rows_of_those_that_are_shared() -> None:
+    *keys, _ = keys_of_set(ITEM, 1, 6 * WAYS)
+    pinned, others = tuple(keys[:10]), keys[10:]
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=2, pinned=pinned))))
+    for _ in range(8):
+        for key in others:
+            find(server, [key], samples=1)
+        wait(server)
+    rows = find(server, list(pinned), samples=1)
+    assert [owners(server)[row] for row in rows] == list(pinned)
+    for _ in range(8):
+        for key in others:
+            find(server, [key], samples=1)
+        wait(server)
+    assert find(server, list(pinned)) == rows
+
+
+def test_a_clock_that_another_process_has_set_on_halves_nothing() -> None:
+    server = server_of(whole(USER))
+    for _ in range(50):
+        find(server, [5], samples=1)
+    (row,) = find(server, [5])
+    own = server.state()[0].tensors
+    own["seen"][row] = 10**9  # read by one, written by another meanwhile
+    find(server, [5], samples=1)
+    assert int(own["count"][row]) == 51
+
+
+def test_rows_whose_time_is_not_known_stay() -> None:
+    """As those of a run before, whose data had none."""
+    server = server_of(whole(replace(USER, ids=Dynamic(admit=1, ttl="1d"))))
+    rows = find(server, [1, 2], samples=1)
+    find(server, [1], samples=1, minute=10**6)
+    find(server, [1], samples=1, minute=10**6 + 1441)
+    momentum = server.state()[0].tensors["momentum"]
+    momentum[:] = 1
+    assert find(server, [1, 2], samples=1, minute=10**6 + 1442) == rows
+    assert momentum[torch.tensor(rows)].tolist() == [1, 1]
+
+
+def test_a_jump_of_time_takes_no_row_of_a_batch_under_way() -> None:
+    server = server_of(whole(replace(ITEM, ids=Dynamic(admit=1, evict="lru", ttl="1d"))))
+    *held, new = keys_of_set(ITEM, 1, OWN + 1)
+    find(server, held, samples=1, minute=10_000)
+    assert find(server, [new], samples=1, minute=20_000) == [-1]
+    wait(server)
+    assert find(server, [new], samples=1)[0] > 0
+
+
 def test_a_row_with_a_new_owner_has_no_state_of_the_old_one() -> None:
     table = replace(ITEM, ids=Dynamic(admit=1, evict="lru"))
     server = server_of(whole(table))
@@ -286,16 +352,16 @@ def test_a_key_that_is_not_looked_up_for_too_long_begins_anew() -> None:
 def test_the_time_to_live_may_be_of_the_data() -> None:
     table = replace(USER, ids=Dynamic(admit=1, ttl="2h"))
     server = server_of(whole(table))
-    rows = torch.tensor(find(server, [1, 2, 3], samples=1, newest=1000))
+    rows = torch.tensor(find(server, [1, 2, 3], samples=1, minute=1000))
     server.push(RowLookup((0,), rows.sort().values), [torch.ones(3, 3)], 0.1)
-    find(server, [2], samples=10**6, newest=1100)
+    find(server, [2], samples=10**6, minute=1100)
     saved = [Rows(own.table, own.start, {n: t.clone() for n, t in own.tensors.items()}) for own in server.state()]
     server = server_of(whole(table))
     server.load(saved)
     assert server.catch_up(Clock(0, 7)).minutes == 1100, "time goes on from what was loaded"
-    find(server, [3], samples=1, newest=1120)
-    find(server, [], samples=1, newest=1090)  # rows are shuffled
-    assert find(server, [1, 2, 3], samples=1, newest=1121) == rows.tolist()
+    find(server, [3], samples=1, minute=1120)
+    find(server, [], samples=1, minute=1090)  # rows are shuffled
+    assert find(server, [1, 2, 3], samples=1, minute=1121) == rows.tolist()
     momentum = server.state()[0].tensors["momentum"]
     assert [bool(momentum[row] > 0) for row in rows.tolist()] == [False, True, True]
 

@@ -182,6 +182,10 @@ def test_ids_that_are_gone_for_a_time_of_the_data_lose_their_rows(tmp_path: Path
     config = job(files, columns, data={"time": "at", "shuffle": "within=64"})
     config["data"]["name"] = "csv" if form == "text" else "parquet"
     fails(Job(config | {"data": {**config["data"], "time": "when"}}, out=tmp_path / "x").run, DataError, "(data.time)")
+    label = config | {"data": {**config["data"], "time": "label"}}
+    fails(lambda: Job(label, out=tmp_path / "x").run(), ConfigError, "data.time=label is the label")
+    none = {**config["data"], "columns": {**columns, "user": {**columns["user"], "ttl": 500}}}
+    fails(Job(config | {"data": none}, out=tmp_path / "x").run, ConfigError, "data.time=at has no effect")
     without = {key: value for key, value in config["data"].items() if key != "time"}
     fails(Job(config | {"data": without}, out=tmp_path / "x").run, ConfigError, "as data.time=timestamp")
     Job(config, out=tmp_path / "out").run()
@@ -230,6 +234,18 @@ def test_values_are_pinned_as_they_stand_in_the_column(logs: tuple[Path, Path], 
     assert key not in owners(Trained(tmp_path / "without"))["user"]
     config["data"]["columns"] = {**columns, "item": {**columns["item"], "pinned": ["one"]}}
     fails(Job(config, out=tmp_path / "wrong").run, ConfigError, "data.columns.item.pinned holds 'one'")
+
+
+def test_another_optimizer_of_the_rows_leaves_them_their_owners(logs: tuple[Path, Path], tmp_path: Path) -> None:
+    Job(job(logs, ROOMY), out=tmp_path / "first").run()
+    other = job(logs, ROOMY, embedding={"lr": 1e-30, "optimizer": "adam"})
+    other["train"]["lr"] = 1e-30
+    result = Job(other, out=tmp_path / "second", start_from=tmp_path / "first").run()
+    assert result.keys is not None
+    assert result.keys.admitted == 0
+    first, second = (Trained(tmp_path / name) for name in ("first", "second"))
+    assert owners(second) == owners(first)
+    np.testing.assert_allclose(second.predict(logs[1]), first.predict(logs[1]), rtol=1e-5, atol=1e-7)
 
 
 def test_capacities_may_change_from_run_to_run(logs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -312,6 +328,7 @@ def test_what_has_no_effect_or_no_sense_is_one_sentence(logs: tuple[Path, Path],
     fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "capacity": 0}}), ConfigError, "capacity")
     fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "evict": "lfo"}}), ConfigError, "did you mean lfu")
     fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "ttl": "7 days"}}), ConfigError, "for instance 7d")
+    fails(lambda: start({**ROOMY, "user": {"kind": "dynamic", "ttl": "0"}}), ConfigError, "data.columns.user.ttl")
     together = {"tables": {"user": "both", "item": "both"}}
     apart = {**ROOMY, "user": {**ROOMY["user"], "evict": "lru"}}
     fails(lambda: start(apart, data=together), ConfigError, "data.tables puts user and item into one table")

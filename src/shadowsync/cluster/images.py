@@ -268,7 +268,7 @@ def _with_moved(
 def _with_first(rows: Rows, saved: LoadedCheckpoint, taken: Mapping[str, int], with_state: bool) -> Rows:
     """Rows in which those of a table's first, as many as are `taken`, are a checkpoint's."""
     stop = min(rows.stop, taken[rows.table.name])
-    found = saved.rows(rows.table.name, rows.start, stop, None if with_state else {"weight"})
+    found = saved.rows(rows.table.name, rows.start, stop, None if with_state else {"weight", *PARTS})
     own = rows.tensors
     filled = {name: torch.cat([first.to(own[name]), own[name][len(first) :]]) for name, first in found.items()}
     return Rows(rows.table, rows.start, {**own, **filled})

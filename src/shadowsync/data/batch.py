@@ -135,9 +135,10 @@ class Batch:
         return len(self.labels)
 
     @property
-    def newest(self) -> int:
-        """When the newest of the samples was, in minutes since 1970; 0 if that is not known."""
-        return 0 if self.minutes is None or not len(self.minutes) else int(self.minutes.max())
+    def minute(self) -> int:
+        """When it was, since 1970, so that a sample whose time is wrong changes nothing: the median; 0 if that is not
+        known."""
+        return 0 if self.minutes is None or not len(self.minutes) else int(self.minutes.median())
 
     def narrow(self, start: int, stop: int) -> "Batch":
         """Samples `start … stop − 1`."""

@@ -127,6 +127,10 @@ class TableOptions:
         _ = self.tasks  # what is wrong with them is said at once
         if self.weight is not None and self.weight in (*self.labels, self.label):
             raise ConfigError(f"data.weight={self.weight} is a label: give the column of the rows' weights")
+        if self.time in self.answers:
+            raise ConfigError(
+                f"data.time={self.time} is {self._role(self.time)}: give the column that says when a row was"
+            )
         for name, kind in given.items():
             self._check_kind(name, kind)
         if not (self.categorical or self.undeclared or any(isinstance(kind, Categorical) for kind in given.values())):

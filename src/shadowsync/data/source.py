@@ -35,8 +35,8 @@ class Dynamic:
     """How the keys of a dynamic table get and lose their rows.
 
     Attributes:
-        admit: look-ups after which a key gets a row; below 1 the probability that a look-up gives it one. From 2 on the
-            row that keys without one share learns what to expect of a key that is new.
+        admit: look-ups after which a key gets a row; below 1 the probability that a look-up gives it one. From 2 on one
+            row learns of all first look-ups what to expect of a key that is new.
         evict: by name the `eviction.Eviction` that chooses whose row a new key gets where none is free.
         ttl: a key that was not looked up for so many samples of training, or for so long by the data's own time (as
             `7d`), has lost its row; None: however long.

@@ -109,12 +109,12 @@ class EmbeddingClient:
         """
         return self.fetch(self.prepare(ids))
 
-    def prepare(self, ids: Jagged, newest: int = 0) -> Prepared:
-        """What can be done of a `pull` before the servers are asked, where the newest of the samples is so many minutes
-        after 1970, or 0; raises as `pull`."""
+    def prepare(self, ids: Jagged, minute: int = 0) -> Prepared:
+        """What can be done of a `pull` before the servers are asked, when it is so many minutes after 1970 by the data,
+        or 0; raises as `pull`."""
         check_shape(ids, self._feature_count)
         if self._translation:
-            ids = self._translation.rows(ids, self._servers, newest)
+            ids = self._translation.rows(ids, self._servers, minute)
         # single ids need no mean, and where all ids carry weights already there is nothing to keep apart
         apart = ids.offsets is not None and ids.weights is None
         fan = self._router.fan(apart, self._unique.tables(ids))

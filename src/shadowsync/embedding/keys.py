@@ -8,8 +8,9 @@ many 2 %, with half as many 0.02 % (of balls thrown at random); those compete as
 
 Keys that have no row are told apart (`waiting`). The first look-up of each goes to row 0 of the table, which all of
 them train: what to expect of a key that is new. From then on a key shares a row of its set with others, by its hash as
-in a table that hashes. A set begins with one such row, and the row of a key becomes another, beginning as the one whose
-keys it takes over, as soon as it is looked up less often than the rows that are shared.
+in a table that hashes. A set begins with one such row. The row of a key becomes another, beginning as the one whose
+keys it takes over, when those that are shared are looked up twice as often, and goes back to a key that comes twice as
+often as they do.
 
 `L` keys looked up, `K` new ones, `R` rows, `W` rows of a set.
 """
@@ -64,6 +65,8 @@ OF_SETS = frozenset(("candidate", "door"))
 KEY_BYTES = sum(dtype.itemsize for dtype in PARTS.values())
 HALVED = 100
 """How often a key was looked up counts half once it was not, for so many samples for each row of its table."""
+CROWDED = 2
+"""A row goes from a key to those that share rows of its set, or back, where it is looked up so many times as often."""
 _DEFAULT = DEFAULT ^ NOBODY  # as it is kept
 _SHARED = WAYS - 2  # rows of a set that are shared at most
 _SETTLED = 1 << 16  # sets looked at together
@@ -130,18 +133,18 @@ class Wanted(Meta, frozen=True):
         counts: keys of each run.
         keys: int64 `[L]`.
         samples: of the batch in training, so that keys are admitted; 0 changes nothing.
-        newest: when the newest of them was by the data, in minutes since 1970; 0 if that is not known.
+        minute: since 1970 at which it was by the data; 0 if that is not known.
     """
 
     shards: tuple[int, ...]
     counts: tuple[int, ...]
     keys: Tensor
     samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)] = 0
-    newest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    minute: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
 
 
 class Clock(Meta, frozen=True):
-    """How late it is: samples of training that looked keys up, and minutes since 1970 by the newest of the data."""
+    """How late it is: samples of training that looked keys up, and the latest minute since 1970 of a batch."""
 
     samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
     minutes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
@@ -278,7 +281,7 @@ class KeyIndex:
         if wanted.samples:
             self._totals[0] += wanted.samples
             self._totals[5] = max(self._totals[5], wanted.samples)
-            self._totals[6] = max(self._totals[6], wanted.newest)
+            self._totals[6] = max(self._totals[6], wanted.minute)
             expired = self._seen(rows, places)
             missing |= expired
         at = np.flatnonzero(missing)
@@ -347,7 +350,7 @@ class KeyIndex:
 
     def _aged(self, counts: NDArray[np.int32], idle: Ids, places: Ids) -> NDArray[np.int32]:
         """How often keys were looked up, halved for those that were not for long."""
-        halvings = np.minimum(idle // self._halved[places], 31).astype(np.int32)
+        halvings = np.clip(idle // self._halved[places], 0, 31).astype(np.int32)  # another may have been here since
         return np.where(counts == PINNED, counts, counts >> halvings)
 
     def _too_old(self, rows: Ids, places: Ids) -> Mask:
@@ -358,7 +361,12 @@ class KeyIndex:
         old: Mask = (rows >= 0) & self._outlived(seen, time, places) & (count != PINNED)
         return old
 
-    def _old(self, owners: Ids, sets: Ids, places: Ids) -> Mask:
+    def _under_way(self, seen: Ids) -> Mask:
+        """Rows that were looked up then may be in batches that are under way."""
+        recent: Mask = self._totals[0] - seen <= self._kept_calls * self._totals[5]
+        return recent
+
+    def _late(self, owners: Ids, sets: Ids, places: Ids) -> Mask:
         """Which rows of these sets are those of keys that were not looked up for longer than they may be, `[K, W]`."""
         if not self._ages:
             return np.zeros(owners.shape, dtype=np.bool_)
@@ -368,7 +376,8 @@ class KeyIndex:
 
     def _outlived(self, seen: Ids, time: NDArray[np.int32], places: Ids) -> Mask:
         """Who was looked up last then has not been for longer than it may be."""
-        late: Mask = (self._totals[0] - seen > self._ttl[places]) | (self._totals[6] - time > self._minutes[places])
+        late: Mask = self._totals[0] - seen > self._ttl[places]
+        late |= (time > 0) & (self._totals[6] - time > self._minutes[places])
         return late
 
     # --- new owners --------------------------------------------------------------------------------------------------
@@ -390,16 +399,19 @@ class KeyIndex:
         wanting = np.flatnonzero(pinned | self._may_enter(self._options[place].admit, times))
         places, keys, sets, hashes = places[wanting], keys[wanting], sets[wanting], hashes[wanting]
         owners = self._sets["key"][sets]
-        mine, old = owners == keys[:, None], self._old(owners, sets, places)
-        there = (mine & ~old).any(1)  # another process was quicker
+        mine, late = owners == keys[:, None], self._late(owners, sets, places)
+        there = (mine & ~late).any(1)  # another process was quicker
         if there.any():
             left = ~there
             places, keys, sets, hashes, wanting = (each[left] for each in (places, keys, sets, hashes, wanting))
-            owners, mine, old = owners[left], mine[left], old[left]
+            owners, mine, late = owners[left], mine[left], late[left]
         pinned, times = pinned[wanting], times[wanting]
-        each, ways, free = np.arange(len(keys)), first_ways(hashes), (owners == 0) | old
+        each, ways = np.arange(len(keys)), first_ways(hashes)
+        free = mine | (owners == 0)  # its own, which it has outlived, and those that are nobody's
+        if self._ages:
+            free |= late & ~self._under_way(self._sets["seen"][sets])
         way = np.where(free[each, ways], ways, free.argmax(1))
-        way = np.where(mine.any(1), mine.argmax(1), way)  # its own, which was too old
+        way = np.where(mine.any(1), mine.argmax(1), way)
         takes, crowded = free.any(1), np.zeros(len(keys), dtype=np.bool_)
         full = np.flatnonzero(~takes)
         if len(full):
@@ -407,7 +419,8 @@ class KeyIndex:
         self._refuse(places[~takes], sets[~takes], ways[~takes], now)
         changed = takes | crowded
         self._totals[2] += takes.sum()
-        self._totals[4] += (changed & (owners[each, way] != 0)).sum()
+        before = owners[each, way]
+        self._totals[4] += (changed & (before != 0) & (before != _DEFAULT)).sum()
         self._waiting.remove(sets[takes], hashes[takes])
         counts = np.where(crowded, 0, np.where(pinned, PINNED, times))
         self._give((sets * WAYS + way)[changed], np.where(crowded, _DEFAULT, keys)[changed], counts[changed], now)
@@ -420,14 +433,18 @@ class KeyIndex:
         shared, idle = self._sets["key"][sets] == _DEFAULT, self._totals[0] - seen
         counts = self._aged(held, idle, places[:, None]).astype(np.int64)
         rank = eviction.rank(counts, seen)
-        rank = np.where((held == PINNED) | shared | (idle <= self._kept_calls * self._totals[5]), KEPT, rank)
+        rank = np.where((held == PINNED) | shared | self._under_way(seen), KEPT, rank)
         way = rank.argmin(1)
         theirs, goes = counts[each, way], rank[each, way] < KEPT
         takes = goes & (pinned | eviction.yields(theirs, times))
         load, shares = np.where(shared, counts, 0).sum(1), shared.sum(1)
         claim = np.maximum(np.where(takes, times, 0), np.maximum(theirs, 1))
-        crowded = goes & ~pinned & (shares < _SHARED) & (load > shares * claim)
-        return way, takes & ~crowded, crowded
+        crowded = goes & ~pinned & (shares < _SHARED) & (load > CROWDED * shares * claim)
+        takes &= ~crowded
+        # a row that is shared goes back to a key that comes much more often than those that share it; never the first
+        back = ~takes & ~crowded & (shares > 1) & (pinned | (times * shares > CROWDED * load))
+        least = np.where(shared & (np.arange(WAYS) > 0), counts, KEPT).argmin(1)
+        return np.where(back, least, way), takes | back, crowded
 
     def _refuse(self, places: Ids, sets: Ids, ways: Ids, now: int) -> None:
         """Keys, each of another set, have no row of their own, and look up the one that they share."""
@@ -435,7 +452,7 @@ class KeyIndex:
         if len(sets) and not self._drops[places[0]]:
             rows, (seen, count) = self._shared(sets, ways), (self._flat[name].numpy() for name in ("seen", "count"))
             period = self._halved[places]
-            halvings = (now - seen[rows]) // period  # they are looked up all the time
+            halvings = np.maximum((now - seen[rows]) // period, 0)  # they are looked up all the time
             count[rows] = (count[rows] >> np.minimum(halvings, 31).astype(np.int32)) + 1
             seen[rows] += halvings * period
 

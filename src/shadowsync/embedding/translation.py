@@ -65,9 +65,9 @@ class Translation:
     def __bool__(self) -> bool:
         return bool(self._keyed)
 
-    def rows(self, ids: Jagged, servers: Sequence[ServerProxy], newest: int = 0) -> Jagged:
-        """The ids with those of dynamic tables as numbers of rows; those that look up nothing are left out. The newest
-        sample is so many minutes after 1970; 0 where that is not known."""
+    def rows(self, ids: Jagged, servers: Sequence[ServerProxy], minute: int = 0) -> Jagged:
+        """The ids with those of dynamic tables as numbers of rows; those that look up nothing are left out. By the
+        data it is so many minutes after 1970; 0 where that is not known."""
         values: Ids = ids.values.numpy().copy()
         edges = np.arange(ids.feature_count + 1) * ids.samples
         edges = edges if ids.offsets is None else ids.offsets.numpy()[edges]
@@ -89,7 +89,7 @@ class Translation:
         for server, runs in asked.items():
             shards, counts = tuple(run[0] for run in runs), tuple(len(run[1]) for run in runs)
             joined = torch.from_numpy(np.concatenate([run[1] for run in runs]))
-            wanted = Wanted(shards, counts, joined, ids.samples if self._admits else 0, newest)
+            wanted = Wanted(shards, counts, joined, ids.samples if self._admits else 0, minute)
             answers.append((runs, servers[server].rows_of(wanted)))
         for runs, answer in answers:
             rows: Ids = answer.result().numpy()

@@ -4,7 +4,7 @@ A doorkeeper and counters, as in Einziger, Friedman and Manes, "TinyLFU: a highl
 (2017), of each set of rows by itself and in memory beside them. The first look-up of a key leaves two bits in a Bloom
 filter of 512; from the second on it is counted, if it is among the 16 keys of its set that come most often. Unlike
 there a counter is of one key, by 16 bits of its hash, and does not saturate at 15; and what is forgotten is so bit by
-bit: half of a filter that is half full, and a look-up of one counter whenever a key comes that has none.
+bit: half of a filter that is three quarters full, and a look-up of one counter whenever a key comes that has none.
 
 `K` keys, `S` sets, `W` rows of a set.
 """
@@ -67,7 +67,7 @@ class Waiting:
     def _let_in(self, sets: Ids, hashes: Words) -> None:
         for bits in door_bits(hashes):
             self._doors[sets, bits >> 5] |= np.uint32(1) << (bits & 31).astype(np.uint32)
-        full = np.bitwise_count(self._doors[sets]).sum(1) > DOOR_BITS // 2
+        full = np.bitwise_count(self._doors[sets]).sum(1) > DOOR_BITS * 3 // 4
         if full.any():
             words = hashes[full, None] + np.arange(1, WAYS // 2 + 1, dtype=np.uint64)
             self._doors[sets[full]] &= hashes_of(words.view(np.int64), np.uint64(0)).view(np.uint32)

@@ -353,7 +353,7 @@ class Worker:
     ) -> _Ready | None:
         ids, looked_up = self._module.ask(leased.batch)
         with changing():
-            prepared = self._embeddings.prepare(ids, leased.batch.newest)
+            prepared = self._embeddings.prepare(ids, leased.batch.minute)
         return (leased, self._embeddings.fetch(prepared), looked_up) if admitted() else None
 
     def _wait_for_more(self) -> _Ready | None:

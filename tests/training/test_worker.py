@@ -46,7 +46,7 @@ class Rows:
     pushed: list[tuple[Tensor, float]] = field(default_factory=list)
     happened: list[str] = field(default_factory=list)
 
-    def prepare(self, ids: Jagged) -> Jagged:
+    def prepare(self, ids: Jagged, minute: int) -> Jagged:
         self.happened.append("prepared")
         self.preparing()
         return ids

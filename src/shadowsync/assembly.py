@@ -85,15 +85,7 @@ def make_tables(
             tables = with_pooling(tables, dict.fromkeys(lists, model.lists), "model.name")
     check_tables(tables, [feature.name for feature in schema.features])
     check_rows(tables, schema)
-    timed = next((table for table in tables if table.ids is not None and isinstance(table.ids.ttl, str)), None)
-    time = config.data.options.get("time")
-    if timed is not None and timed.ids is not None and not time:
-        raise ConfigError(
-            f"table {timed.name} has ttl={timed.ids.ttl}, in the data's own time: give ttl in samples or name the "
-            "column that says when a row was, as data.time=timestamp"
-        )
-    if time and timed is None:
-        raise ConfigError(f"data.time={time} has no effect where no ttl is one of time, as 7d: leave it out")
+    _check_time(tables, config.data.options.get("time"))
     tables = with_pooling(tables, given, "embedding.pooling")
     if model is None:
         return tables
@@ -305,6 +297,19 @@ def row_optimizer(config: EmbeddingConfig) -> RowOptimizer:
     """The optimizer of the rows."""
     member = choose("embedding.optimizer", config.optimizer, "shadowsync.embedding", RowOptimizer)
     return member(**{option: getattr(config, option) for option in option_names(member)})
+
+
+def _check_time(tables: Sequence[Table], column: str | None) -> None:
+    """Raises `ConfigError` unless there is a column of times where, and only where, a table has a ttl of time."""
+    ttls = {table.name: table.ids.ttl for table in tables if table.ids is not None and isinstance(table.ids.ttl, str)}
+    if ttls and not column:
+        name, ttl = next(iter(ttls.items()))
+        raise ConfigError(
+            f"table {name} has ttl={ttl}, in the data's own time: give ttl in samples or name the column that says "
+            "when a row was, as data.time=timestamp"
+        )
+    if column and not ttls:
+        raise ConfigError(f"data.time={column} has no effect where no ttl is one of time, as 7d: leave it out")
 
 
 def _table(given: TableConfig) -> Table:

@@ -39,20 +39,11 @@ EMULATED_S = 1e9
 
 _WITHIN = re.compile(r"within=[1-9][0-9]{0,17}")
 _DURATION = re.compile(r"(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?[smhd]")
-
-
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def as_duration(given: Any) -> Any:
-    """The number with a unit behind it that was given; raises `ValueError` if it is none."""
-    if not (isinstance(given, str) and _DURATION.fullmatch(given)):
-        raise ValueError("it must be a number above 0 with s, m, h or d behind it, for instance 30m")
-    return given
-
-
 def seconds_of(duration: str) -> float:
-    """Of what `as_duration` took."""
+    """Of a number with s, m, h or d behind it."""
     return float(duration[:-1]) * _UNITS_S[duration[-1]]
 
 
@@ -363,7 +354,9 @@ class TrainConfig(Section):
     @pydantic.field_validator("time_limit", mode="before")
     @classmethod
     def _duration(cls, given: Any) -> Any:
-        return None if given is None else as_duration(given)
+        if given is not None and not (isinstance(given, str) and _DURATION.fullmatch(given)):
+            raise ValueError("it must be a number above 0 with s, m, h or d behind it, for instance 30m")
+        return given
 
     @property
     def limit_s(self) -> float:

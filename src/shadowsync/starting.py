@@ -168,7 +168,7 @@ class Start:
         else:
             keys = _keys_of(self._source, was)
             counts = np.ones(was.rows, dtype=np.int64)
-            known = torch.from_numpy(np.where(keys == DEFAULT, 0, 1).astype(np.int32))
+            known = torch.from_numpy((keys != DEFAULT).astype(np.int32))
             kept = {"key": torch.from_numpy(keys ^ NOBODY), "count": known}
         if table.ids is not None:
             rows = new_rows(table, keys, counts)

@@ -156,8 +156,8 @@ class Images:
         here = {k: v for member in servers for k, v in ask(member.connection, SaveMethods.tensor_names).items()}
         match_optimizer(there, here)
         self._manager.all_at_once([partial(self.load_server, saved, member) for member in servers])
-        now = Clock()
-        for member in [*servers, *servers]:  # of each what was looked up last
+        now, keyed = Clock(), any(table.ids is not None for table in saved.tables)
+        for member in [*servers, *servers] if keyed else ():  # each knows when its own rows were looked up last
             now = ask(member.connection, EmbeddingService.catch_up, now)
 
     def load_server(self, saved: LoadedCheckpoint, member: Member) -> None:

@@ -69,6 +69,8 @@ CROWDED = 2
 """A row goes from a key to those that share rows of its set, or back, where it is looked up so many times as often."""
 _DEFAULT = DEFAULT ^ NOBODY  # as it is kept
 _SHARED = WAYS - 2  # rows of a set that are shared at most
+# the sample it is; owners but for those that came and went since; as `Counts`; samples of the largest batch; the minute
+_TOTALS = _SAMPLE, _BEFORE, _ADMITTED, _REFUSED, _EVICTED, _LARGEST, _MINUTE = range(7)
 _SETTLED = 1 << 16  # sets looked at together
 
 
@@ -77,7 +79,7 @@ def sets_of(hashes: Words, sets: Ids | int) -> Ids:
     return ((hashes >> np.uint64(32)) * np.asarray(sets).astype(np.uint64) >> np.uint64(32)).view(np.int64)
 
 
-def first_ways(hashes: Words) -> Ids:
+def _first_ways(hashes: Words) -> Ids:
     """Which row of its set a key gets if it can choose, and is looked for first; and if it has none, it shares the
     first from there on that is shared, around the end."""
     return (hashes & np.uint64(WAYS - 1)).view(np.int64)
@@ -91,7 +93,7 @@ def drops_keys(table: Table) -> bool:
 def parts_of(shards: Sequence[Shard]) -> list[tuple[int, torch.dtype]]:
     """Elements and type of what is allocated beside the rows of these shards."""
     rows = sum(shard.rows for shard in shards if shard.table.ids is not None)
-    return [*((rows, dtype) for dtype in PARTS.values()), (len(fields(Counts)) + 2, torch.int64)] if rows else []
+    return [*((rows, dtype) for dtype in PARTS.values()), (len(_TOTALS), torch.int64)] if rows else []
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,6 @@ class KeyIndex:
         rows = [state[index].stop - state[index].start for index in self._mine]
         *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
         self._flat = dict(zip(PARTS, flat, strict=True))
-        # sample; owners but for those that came and went since; as `Counts`; samples of the largest batch; minute
         self._totals = totals.numpy()
         starts = [0, *accumulate(rows)]
         self.tensors: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(state))}
@@ -247,24 +248,24 @@ class KeyIndex:
 
     @property
     def counts(self) -> Counts:
-        before, admitted, refused, evicted = self._totals[1:5].tolist()
+        before, admitted, refused, evicted = self._totals[_BEFORE:_LARGEST].tolist()
         return Counts(len(self._flat["key"]), before + admitted - evicted, admitted, refused, evicted)
 
     def catch_up(self, clock: Clock) -> Clock:
         """It is so late at least; how late it is."""
-        self._totals[0] = max(int(self._totals[0]), clock.samples)
-        self._totals[6] = max(int(self._totals[6]), clock.minutes)
-        return Clock(int(self._totals[0]), int(self._totals[6]))
+        self._totals[_SAMPLE] = max(int(self._totals[_SAMPLE]), clock.samples)
+        self._totals[_MINUTE] = max(int(self._totals[_MINUTE]), clock.minutes)
+        return Clock(int(self._totals[_SAMPLE]), int(self._totals[_MINUTE]))
 
     def go_on_from(self, before: Counts) -> None:
         """Counts what came and went from there on, as the one whose keys these were until now."""
         self.catch_up(Clock(int(self._flat["seen"].max()), int(self._flat["time"].max())))
-        self._totals[2:5] = before.admitted, before.refused, before.evicted
+        self._totals[_ADMITTED:_LARGEST] = before.admitted, before.refused, before.evicted
         self.recount()
 
     def recount(self) -> None:
         """How many rows have owners; nobody else changes rows meanwhile."""
-        self._totals[1] = _owned(self._flat["key"]) - self._totals[2] + self._totals[4]
+        self._totals[_BEFORE] = _owned(self._flat["key"]) - self._totals[_ADMITTED] + self._totals[_EVICTED]
 
     def find(self, wanted: Wanted) -> Tensor:
         """The row of each key, counted from the start of its shard, int64 `[L]`: its own, or one that it shares; −1 for
@@ -279,9 +280,9 @@ class KeyIndex:
         rows = self._at(keys, sets, hashes)
         missing = rows < 0
         if wanted.samples:
-            self._totals[0] += wanted.samples
-            self._totals[5] = max(self._totals[5], wanted.samples)
-            self._totals[6] = max(self._totals[6], wanted.minute)
+            self._totals[_SAMPLE] += wanted.samples
+            self._totals[_LARGEST] = max(self._totals[_LARGEST], wanted.samples)
+            self._totals[_MINUTE] = max(self._totals[_MINUTE], wanted.minute)
             expired = self._seen(rows, places)
             missing |= expired
         at = np.flatnonzero(missing)
@@ -294,7 +295,7 @@ class KeyIndex:
                 found[expired[at] & self._too_old(found, places_of)] = -1  # their keys got none
                 rows[at] = found
             sharing = np.flatnonzero((rows[at] < 0) & known)
-            rows[at[sharing]] = self._shared(sets[sharing], first_ways(hashes[sharing]))
+            rows[at[sharing]] = self._shared(sets[sharing], _first_ways(hashes[sharing]))
         return torch.from_numpy(np.where(rows < 0, -1, rows - self._first[places] * WAYS))
 
     def _sought(self, wanted: Wanted) -> tuple[Ids, Ids, Ids, Words]:
@@ -319,7 +320,7 @@ class KeyIndex:
 
     def _at(self, keys: Ids, sets: Ids, hashes: Words) -> Ids:
         """The row of each key among all dynamic rows; −1 where it has none."""
-        rows = sets * WAYS + first_ways(hashes)
+        rows = sets * WAYS + _first_ways(hashes)
         others = np.flatnonzero(self._flat["key"].numpy()[rows] != keys)
         if len(others):
             rows[others] = -1
@@ -335,7 +336,7 @@ class KeyIndex:
 
     def _seen(self, rows: Ids, places: Ids) -> Mask:
         """Takes note of a look-up of these rows; which of their keys had been there for too long, `[L]`."""
-        seen, count, now = self._flat["seen"].numpy(), self._flat["count"].numpy(), self._totals[0]
+        seen, count, now = self._flat["seen"].numpy(), self._flat["count"].numpy(), self._totals[_SAMPLE]
         expired = self._too_old(rows, places)
         theirs = (rows >= 0) & ~expired
         known = rows[theirs]
@@ -343,8 +344,8 @@ class KeyIndex:
         if (idle >= self._shortest).any():
             before = self._aged(before, idle, places[theirs])
         seen[known] = now
-        if self._totals[6]:
-            self._flat["time"].numpy()[known] = self._totals[6]
+        if self._totals[_MINUTE]:
+            self._flat["time"].numpy()[known] = self._totals[_MINUTE]
         count[known] = before + (before < PINNED - 1)  # once for a row, however often it is in the batch
         return expired
 
@@ -356,29 +357,17 @@ class KeyIndex:
     def _too_old(self, rows: Ids, places: Ids) -> Mask:
         """Which of these rows was not looked up for longer than its key may keep it, `[L]`."""
         if not self._ages:
-            return np.zeros(len(rows), dtype=np.bool_)
+            return np.zeros(rows.shape, dtype=np.bool_)
         seen, time, count = (self._flat[name].numpy()[rows] for name in ("seen", "time", "count"))
-        old: Mask = (rows >= 0) & self._outlived(seen, time, places) & (count != PINNED)
+        old: Mask = self._totals[_SAMPLE] - seen > self._ttl[places]
+        old |= (time > 0) & (self._totals[_MINUTE] - time > self._minutes[places])
+        old &= (rows >= 0) & (count != PINNED)
         return old
 
     def _under_way(self, seen: Ids) -> Mask:
         """Rows that were looked up then may be in batches that are under way."""
-        recent: Mask = self._totals[0] - seen <= self._kept_calls * self._totals[5]
+        recent: Mask = self._totals[_SAMPLE] - seen <= self._kept_calls * self._totals[_LARGEST]
         return recent
-
-    def _late(self, owners: Ids, sets: Ids, places: Ids) -> Mask:
-        """Which rows of these sets are those of keys that were not looked up for longer than they may be, `[K, W]`."""
-        if not self._ages:
-            return np.zeros(owners.shape, dtype=np.bool_)
-        late: Mask = self._outlived(self._sets["seen"][sets], self._sets["time"][sets], places[:, None])
-        late &= (self._sets["count"][sets] != PINNED) & (owners != 0) & (owners != _DEFAULT)
-        return late
-
-    def _outlived(self, seen: Ids, time: NDArray[np.int32], places: Ids) -> Mask:
-        """Who was looked up last then has not been for longer than it may be."""
-        late: Mask = self._totals[0] - seen > self._ttl[places]
-        late |= (time > 0) & (self._totals[6] - time > self._minutes[places])
-        return late
 
     # --- new owners --------------------------------------------------------------------------------------------------
 
@@ -394,19 +383,20 @@ class KeyIndex:
 
     def _admit_apart(self, places: Ids, keys: Ids, sets: Ids, hashes: Words, known: Mask) -> None:
         """Keys of shards with the same options, each in another set."""
-        place, now = int(places[0]), int(self._totals[0])
+        place, now = int(places[0]), int(self._totals[_SAMPLE])
         pinned, times = np.isin(keys ^ NOBODY, self._pinned[place]), self._waiting.count(sets, hashes, known)
         wanting = np.flatnonzero(pinned | self._may_enter(self._options[place].admit, times))
         places, keys, sets, hashes = places[wanting], keys[wanting], sets[wanting], hashes[wanting]
         owners = self._sets["key"][sets]
-        mine, late = owners == keys[:, None], self._late(owners, sets, places)
+        mine, rows = owners == keys[:, None], sets[:, None] * WAYS + np.arange(WAYS)
+        late = self._too_old(rows, places[:, None]) & (owners != 0) & (owners != _DEFAULT)
         there = (mine & ~late).any(1)  # another process was quicker
         if there.any():
             left = ~there
             places, keys, sets, hashes, wanting = (each[left] for each in (places, keys, sets, hashes, wanting))
             owners, mine, late = owners[left], mine[left], late[left]
         pinned, times = pinned[wanting], times[wanting]
-        each, ways = np.arange(len(keys)), first_ways(hashes)
+        each, ways = np.arange(len(keys)), _first_ways(hashes)
         free = mine | (owners == 0)  # its own, which it has outlived, and those that are nobody's
         if self._ages:
             free |= late & ~self._under_way(self._sets["seen"][sets])
@@ -418,9 +408,9 @@ class KeyIndex:
             way[full], takes[full], crowded[full] = self._contest(places[full], sets[full], pinned[full], times[full])
         self._refuse(places[~takes], sets[~takes], ways[~takes], now)
         changed = takes | crowded
-        self._totals[2] += takes.sum()
+        self._totals[_ADMITTED] += takes.sum()
         before = owners[each, way]
-        self._totals[4] += (changed & (before != 0) & (before != _DEFAULT)).sum()
+        self._totals[_EVICTED] += (changed & (before != 0) & (before != _DEFAULT)).sum()
         self._waiting.remove(sets[takes], hashes[takes])
         counts = np.where(crowded, 0, np.where(pinned, PINNED, times))
         self._give((sets * WAYS + way)[changed], np.where(crowded, _DEFAULT, keys)[changed], counts[changed], now)
@@ -430,7 +420,7 @@ class KeyIndex:
         rows of the set, `[K]`."""
         eviction, each = self._evictions[int(places[0])], np.arange(len(sets))
         held, seen = self._sets["count"][sets], self._sets["seen"][sets]
-        shared, idle = self._sets["key"][sets] == _DEFAULT, self._totals[0] - seen
+        shared, idle = self._sets["key"][sets] == _DEFAULT, self._totals[_SAMPLE] - seen
         counts = self._aged(held, idle, places[:, None]).astype(np.int64)
         rank = eviction.rank(counts, seen)
         rank = np.where((held == PINNED) | shared | self._under_way(seen), KEPT, rank)
@@ -448,13 +438,12 @@ class KeyIndex:
 
     def _refuse(self, places: Ids, sets: Ids, ways: Ids, now: int) -> None:
         """Keys, each of another set, have no row of their own, and look up the one that they share."""
-        self._totals[3] += len(sets)
+        self._totals[_REFUSED] += len(sets)
         if len(sets) and not self._drops[places[0]]:
             rows, (seen, count) = self._shared(sets, ways), (self._flat[name].numpy() for name in ("seen", "count"))
-            period = self._halved[places]
-            halvings = np.maximum((now - seen[rows]) // period, 0)  # they are looked up all the time
-            count[rows] = (count[rows] >> np.minimum(halvings, 31).astype(np.int32)) + 1
-            seen[rows] += halvings * period
+            since = np.maximum(now - seen[rows], 0)
+            count[rows] = self._aged(count[rows], since, places) + 1
+            seen[rows] += since - since % self._halved[places]  # when they were halved last: idle they never are
 
     def _may_enter(self, admit: float, times: Ids) -> Mask:
         """Which keys have been looked up often enough, or are lucky, `[K]`."""
@@ -477,7 +466,7 @@ class KeyIndex:
             if shared.any():
                 self._begin_shared(place, rows[part][shared])
         self._flat["count"].numpy()[rows] = counts
-        self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[6]
+        self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[_MINUTE]
         owner[rows] = keys
 
     def _begin_anew(self, place: int, rows: Ids, keys: Ids) -> None:
@@ -524,7 +513,7 @@ class KeyIndex:
         self._settle(begin, end)
         self._pin(self._place[shard], begin * WAYS, end * WAYS)
         self._take_defaults(self._place[shard], begin, end)
-        self._totals[1] += _owned(owners) - before
+        self._totals[_BEFORE] += _owned(owners) - before
 
     def _pin(self, place: int, begin: int, end: int) -> None:
         """Keys of a shard's rows from `begin` to `end` are pinned as its table says."""

@@ -21,7 +21,7 @@ DOOR_BITS = 32 * WAYS
 _MOST = 0x7FFF  # look-ups that a counter can hold; the bits above them are of the key's hash
 
 
-def door_bits(hashes: Words) -> tuple[Ids, Ids]:
+def _door_bits(hashes: Words) -> tuple[Ids, Ids]:
     """The two bits of its set's filter that tell that a key was looked up."""
     places = (hashes & np.uint64(DOOR_BITS - 1), hashes >> np.uint64(9) & np.uint64(DOOR_BITS - 1))
     return places[0].view(np.int64), places[1].view(np.int64)
@@ -41,7 +41,7 @@ class Waiting:
     def knows(self, sets: Ids, hashes: Words) -> Mask:
         """Which keys were looked up before, `[K]`; of those that were not, some."""
         found = np.ones(len(sets), dtype=np.bool_)
-        for bits in door_bits(hashes):
+        for bits in _door_bits(hashes):
             found &= self._doors[sets, bits >> 5] >> (bits & 31).astype(np.uint32) & 1 > 0
         return found
 
@@ -65,7 +65,7 @@ class Waiting:
         return times
 
     def _let_in(self, sets: Ids, hashes: Words) -> None:
-        for bits in door_bits(hashes):
+        for bits in _door_bits(hashes):
             self._doors[sets, bits >> 5] |= np.uint32(1) << (bits & 31).astype(np.uint32)
         full = np.bitwise_count(self._doors[sets]).sum(1) > DOOR_BITS * 3 // 4
         if full.any():

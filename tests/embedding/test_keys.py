@@ -13,6 +13,7 @@ from torch import Tensor
 from shadowsync.data.batch import Jagged
 from shadowsync.data.source import Dynamic
 from shadowsync.embedding.client import EmbeddingClient
+from shadowsync.embedding.initial import initial_rows
 from shadowsync.embedding.keys import (
     DEFAULT,
     HALVED,
@@ -24,7 +25,6 @@ from shadowsync.embedding.keys import (
     KeyRules,
     Wanted,
     hashes_of,
-    initial_rows,
     salt_of,
     sets_of,
 )

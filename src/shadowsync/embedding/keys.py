@@ -18,6 +18,7 @@ often as they do.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Annotated
 
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from shadowsync.config import seconds_of
 from shadowsync.embedding.eviction import KEPT, Eviction
-from shadowsync.embedding.initial import hashes_of, initial_rows, salt_of
+from shadowsync.embedding.initial import bound_of, drawn_rows, hashes_of, salt_of, salt_of_rows
 from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import WAYS, RowNumbers, Rows, Shard, Table
 from shadowsync.embedding.waiting import Waiting
@@ -74,9 +75,9 @@ _TOTALS = _SAMPLE, _BEFORE, _ADMITTED, _REFUSED, _EVICTED, _LARGEST, _MINUTE = r
 _SETTLED = 1 << 16  # sets looked at together
 
 
-def sets_of(hashes: Words, sets: Ids | int) -> Ids:
+def sets_of(hashes: Words, sets: Words | Ids | int) -> Ids:
     """Which of a table's sets each key is in."""
-    return ((hashes >> np.uint64(32)) * np.asarray(sets).astype(np.uint64) >> np.uint64(32)).view(np.int64)
+    return ((hashes >> np.uint64(32)) * np.asarray(sets).astype(np.uint64, copy=False) >> np.uint64(32)).view(np.int64)
 
 
 def _first_ways(hashes: Words) -> Ids:
@@ -93,7 +94,7 @@ def drops_keys(table: Table) -> bool:
 def parts_of(shards: Sequence[Shard]) -> list[tuple[int, torch.dtype]]:
     """Elements and type of what is allocated beside the rows of these shards."""
     rows = sum(shard.rows for shard in shards if shard.table.ids is not None)
-    return [*((rows, dtype) for dtype in PARTS.values()), (len(_TOTALS), torch.int64)] if rows else []
+    return [(rows * KEY_BYTES, torch.uint8), (len(_TOTALS), torch.int64)] if rows else []
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,17 @@ class Wanted(Meta, frozen=True):
     minute: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
 
 
+@dataclass(frozen=True)
+class _Tables:
+    """Of the table of each key `[L]`: its place among the dynamic shards, its salt, its sets, and how far those of its
+    shard are moved in `KeyIndex`."""
+
+    places: Ids
+    salts: Words
+    sets: Words
+    shift: Ids
+
+
 class Clock(Meta, frozen=True):
     """How late it is: samples of training that looked keys up, and the latest minute since 1970 of a batch."""
 
@@ -181,13 +193,15 @@ class KeyIndex:
         changing: Callable[[Tensor], None],
         storage: Storage,
     ) -> None:
-        self._seed, self._kept_calls = rules.seed, max(KEPT_CALLS, rules.kept_calls)
+        self._kept_calls = max(KEPT_CALLS, rules.kept_calls)
         self._state, self._numbers, self._singly = state, numbers, singly
         self._changing, self._storage = changing, storage
         self._mine = [index for index, own in enumerate(state) if own.table.ids is not None]
         rows = [state[index].stop - state[index].start for index in self._mine]
-        *flat, totals = (allocate(*part) for part in parts_of([Shard(own.table, own.start, own.stop) for own in state]))
-        self._flat = dict(zip(PARTS, flat, strict=True))
+        shards = [Shard(own.table, own.start, own.stop) for own in state]
+        records, totals = (allocate(*part) for part in parts_of(shards))
+        self._flat = _columns(records.view(-1, KEY_BYTES))
+        self._records = records.numpy().view(np.int64).reshape(-1, WAYS * KEY_BYTES // 8)
         self._totals = totals.numpy()
         starts = [0, *accumulate(rows)]
         self.tensors: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(state))}
@@ -201,9 +215,14 @@ class KeyIndex:
         ]
         self._place = {index: place for place, index in enumerate(self._mine)}
         self._salts = np.array([salt_of(table.name) for table in tables], dtype=np.uint64)
+        self._salts_of_rows = np.array([salt_of_rows(table, rules.seed) for table in tables], dtype=np.uint64)
+        self._dims = np.array([table.dim for table in tables], dtype=np.int64)
+        self._bounds = np.array([bound_of(table) for table in tables], dtype=np.float32)
         self._of_table = np.array([table.rows // WAYS for table in tables], dtype=np.int64)
         self._halved = HALVED * WAYS * self._of_table
         self._shortest = self._halved.min(initial=KEPT)
+        self._whole = all(shard.rows == shard.table.rows for shard in shards)
+        self._laid_out = lru_cache(4)(self._tables_of)  # alike for each batch where a feature has as many ids in each
         self._first = np.array([start // WAYS for start in starts], dtype=np.int64)  # sets of each, in `_sets`
         before = np.array([state[index].start // WAYS for index in self._mine], dtype=np.int64)
         self._shift = self._first[:-1] - before
@@ -310,13 +329,18 @@ class KeyIndex:
             or (sum(wanted.counts) != len(keys) or wanted.samples < 0)
         ):
             raise DataError(f"keys are int64 [{sum(wanted.counts)}], not {keys.dtype} {list(keys.shape)}")
-        places = np.array([self._place[shard] for shard in wanted.shards], dtype=np.int64).repeat(wanted.counts)
+        of = self._laid_out(wanted.shards, wanted.counts)
         folded: Ids = np.maximum(keys.numpy(), LOWEST)
-        hashes = hashes_of(folded, self._salts[places])
-        sets: Ids = sets_of(hashes, self._of_table[places]) + self._shift[places]
-        if ((sets < self._first[places]) | (sets >= self._first[places + 1])).any():
+        hashes = hashes_of(folded, of.salts)
+        sets: Ids = sets_of(hashes, of.sets)
+        sets += of.shift
+        if not self._whole and ((sets < self._first[of.places]) | (sets >= self._first[of.places + 1])).any():
             raise DataError("keys are asked for at a shard that does not have their rows")
-        return folded ^ NOBODY, places, sets, hashes
+        return folded ^ NOBODY, of.places, sets, hashes
+
+    def _tables_of(self, shards: tuple[int, ...], counts: tuple[int, ...]) -> _Tables:
+        places = np.array([self._place[shard] for shard in shards], dtype=np.int64).repeat(counts)
+        return _Tables(places, self._salts[places], self._of_table[places].view(np.uint64), self._shift[places])
 
     def _at(self, keys: Ids, sets: Ids, hashes: Words) -> Ids:
         """The row of each key among all dynamic rows; −1 where it has none."""
@@ -324,13 +348,17 @@ class KeyIndex:
         others = np.flatnonzero(self._flat["key"].numpy()[rows] != keys)
         if len(others):
             rows[others] = -1
-            hits = np.flatnonzero(self._sets["key"].take(sets[others], axis=0) == keys[others, None])
+            hits = np.flatnonzero(self._keys_of(sets[others]) == keys[others, None])
             rows[others[hits // WAYS]] = sets[others[hits // WAYS]] * WAYS + hits % WAYS
         return rows
 
+    def _keys_of(self, sets: Ids) -> Ids:
+        """Of all rows of these sets, int64 `[K, W]`; much faster than from the column of keys."""
+        return self._records.take(sets, axis=0)[:, :: KEY_BYTES // 8]
+
     def _shared(self, sets: Ids, ways: Ids) -> Ids:
         """The row that is shared, in these sets from these ways on, among all dynamic rows; −1 where none is."""
-        shared = self._sets["key"].take(sets, axis=0) == _DEFAULT
+        shared = self._keys_of(sets) == _DEFAULT
         way = np.where(shared, (np.arange(WAYS) - ways[:, None]) % WAYS, WAYS).argmin(1)
         return np.where(shared.any(1), sets * WAYS + way, -1)
 
@@ -338,11 +366,13 @@ class KeyIndex:
         """Takes note of a look-up of these rows; which of their keys had been there for too long, `[L]`."""
         seen, count, now = self._flat["seen"].numpy(), self._flat["count"].numpy(), self._totals[_SAMPLE]
         expired = self._too_old(rows, places)
-        theirs = (rows >= 0) & ~expired
-        known = rows[theirs]
-        before, idle = count[known], now - seen[known]
-        if (idle >= self._shortest).any():
-            before = self._aged(before, idle, places[theirs])
+        theirs = rows >= 0
+        if self._ages:
+            theirs &= ~expired
+        known, their_places = (rows, places) if theirs.all() else (rows[theirs], places[theirs])
+        before, last = count[known], seen[known]
+        if now - last.min(initial=now) >= self._shortest:
+            before = self._aged(before, now - last, their_places)
         seen[known] = now
         if self._totals[_MINUTE]:
             self._flat["time"].numpy()[known] = self._totals[_MINUTE]
@@ -453,40 +483,50 @@ class KeyIndex:
         """Rows, by their numbers among all dynamic ones, to new owners, anew."""
         order = np.argsort(rows)
         rows, keys, counts = rows[order], keys[order], counts[order]
-        edges = np.searchsorted(rows, self._first * WAYS)
-        parts = [(place, slice(edges[place], edges[place + 1])) for place in np.flatnonzero(np.diff(edges)).tolist()]
-        for place, part in parts:
-            local = torch.from_numpy(rows[part] - self._first[place] * WAYS)
-            self._changing(local + self._numbers.starts[self._mine[place]])
-        owner = self._flat["key"].numpy()
+        for place, part in self._pieces(rows):
+            self._changing(self._local(place, rows[part]) + self._numbers.starts[self._mine[place]])
+        owner, shared = self._flat["key"].numpy(), keys == _DEFAULT
         owner[rows] = 0
-        for place, part in parts:
-            shared = keys[part] == _DEFAULT
-            self._begin_anew(place, rows[part][~shared], keys[part][~shared] ^ NOBODY)
-            if shared.any():
-                self._begin_shared(place, rows[part][shared])
+        self._begin_anew(rows[~shared], keys[~shared] ^ NOBODY)
+        for place, part in self._pieces(rows[shared]):
+            self._begin_shared(place, rows[shared][part])
         self._flat["count"].numpy()[rows] = counts
         self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[_MINUTE]
         owner[rows] = keys
 
-    def _begin_anew(self, place: int, rows: Ids, keys: Ids) -> None:
-        """Rows of a shard are as of keys that nobody has trained."""
-        own, at = self._state[self._mine[place]], torch.from_numpy(rows - self._first[place] * WAYS)
-        own.tensors["weight"].index_copy_(0, at, torch.from_numpy(initial_rows(own.table, keys, self._seed)))
-        for name in self._of_rows[place]:
-            if name != "weight":
-                own.tensors[name].index_fill_(0, at, 0)
-        self._storage.written(self._mine[place], at)
+    def _pieces(self, rows: Ids) -> list[tuple[int, slice]]:
+        """Places of the shards that these rows are of, ascending, and which of them are."""
+        edges = np.searchsorted(rows, self._first * WAYS)
+        return [(place, slice(edges[place], edges[place + 1])) for place in np.flatnonzero(np.diff(edges)).tolist()]
+
+    def _local(self, place: int, rows: Ids) -> Tensor:
+        """Rows of a shard, counted from its start."""
+        return torch.from_numpy(rows - self._first[place] * WAYS)
+
+    def _begin_anew(self, rows: Ids, keys: Ids) -> None:
+        """Rows, ascending, are as of keys that nobody has trained."""
+        places = np.searchsorted(self._first * WAYS, rows, side="right") - 1
+        for dim in np.unique(self._dims[places]).tolist():
+            alike = np.flatnonzero(self._dims[places] == dim)
+            salts, bounds = self._salts_of_rows[places[alike]], self._bounds[places[alike]]
+            drawn = torch.from_numpy(drawn_rows(keys[alike], salts, bounds, dim))
+            for place, part in self._pieces(rows[alike]):
+                tensors, local = self._state[self._mine[place]].tensors, self._local(place, rows[alike[part]])
+                tensors["weight"].index_copy_(0, local, drawn[part])
+                for name in self._of_rows[place]:
+                    if name != "weight":
+                        tensors[name].index_fill_(0, local, 0)
+                self._storage.written(self._mine[place], local)
 
     def _begin_shared(self, place: int, rows: Ids) -> None:
         """Rows of a shard are as those that the keys which will share them have shared until now."""
-        own, start = self._state[self._mine[place]], self._first[place] * WAYS
-        until_now = torch.from_numpy(self._shared(rows // WAYS, rows % WAYS) - start)
+        own, local = self._state[self._mine[place]], self._local(place, rows)
+        until_now = self._local(place, self._shared(rows // WAYS, rows % WAYS))
         found = {name: torch.empty_like(own.tensors[name][: len(rows)]) for name in self._of_rows[place]}
         self._storage.copy(self._mine[place], until_now, found)
         for name, values in found.items():
-            own.tensors[name].index_copy_(0, torch.from_numpy(rows - start), values)
-        self._storage.written(self._mine[place], torch.from_numpy(rows - start))
+            own.tensors[name].index_copy_(0, local, values)
+        self._storage.written(self._mine[place], local)
 
     # --- after rows were loaded --------------------------------------------------------------------------------------
 
@@ -533,6 +573,15 @@ class KeyIndex:
             if double.any():
                 sets, at = double.nonzero()
                 self._sets["key"][first + sets, order[sets, at]] = 0
+
+
+def _columns(records: Tensor) -> dict[str, Tensor]:
+    """`PARTS` of rows that lie beside one another, as a look-up wants several of them: uint8 `[R, KEY_BYTES]`."""
+    ends = accumulate(dtype.itemsize for dtype in PARTS.values())
+    return {
+        name: records.view(dtype)[:, end // dtype.itemsize - 1]
+        for (name, dtype), end in zip(PARTS.items(), ends, strict=True)
+    }
 
 
 def _owned(owners: Tensor) -> int:

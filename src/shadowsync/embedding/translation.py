@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -17,6 +18,16 @@ from shadowsync.embedding.proxy import ServerProxy
 from shadowsync.embedding.table import WAYS, Shard, Table
 from shadowsync.rpc.pending import Pending
 from shadowsync.serving import Ids, Mask
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Keys that are asked for at a shard: which of the batch's ids they are, and the first row of the shard."""
+
+    shard: int
+    keys: Ids
+    at: Ids | slice
+    start: int
 
 
 @dataclass(frozen=True)
@@ -71,30 +82,34 @@ class Translation:
         values: Ids = ids.values.numpy().copy()
         edges = np.arange(ids.feature_count + 1) * ids.samples
         edges = edges if ids.offsets is None else ids.offsets.numpy()[edges]
-        asked: dict[int, list[tuple[int, Ids, Ids, int]]] = {}  # by server: shard, keys, their places, its first row
+        asked: dict[int, list[_Run]] = {}  # by server
         for each in self._keyed:
             start, stop = edges[each.position], edges[each.position + 1]
-            keys, places = values[start:stop], np.arange(start, stop)
+            keys = values[start:stop]
             if len(each.holders) == 1:
-                (server, shard), first = each.holders[0], int(each.starts[0])
-                asked.setdefault(server, []).append((shard, keys, places, first))
+                server, shard = each.holders[0]
+                asked.setdefault(server, []).append(_Run(shard, keys, slice(start, stop), int(each.starts[0])))
                 continue
             sets = sets_of(hashes_of(np.maximum(keys, LOWEST), salt_of(each.table.name)), each.table.rows // WAYS)
             parts = np.searchsorted(each.edges, sets * WAYS, side="right")
             for part, (server, shard) in enumerate(each.holders):
                 mine = np.flatnonzero(parts == part)
                 if len(mine) or self._admits:  # so that time goes on
-                    asked.setdefault(server, []).append((shard, keys[mine], places[mine], int(each.starts[part])))
-        answers: list[tuple[list[tuple[int, Ids, Ids, int]], Pending[Tensor]]] = []
+                    run = _Run(shard, keys[mine], start + mine, int(each.starts[part]))
+                    asked.setdefault(server, []).append(run)
+        answers: list[tuple[list[_Run], Pending[Tensor]]] = []
         for server, runs in asked.items():
-            shards, counts = tuple(run[0] for run in runs), tuple(len(run[1]) for run in runs)
-            joined = torch.from_numpy(np.concatenate([run[1] for run in runs]))
+            shards, counts = tuple(run.shard for run in runs), tuple(len(run.keys) for run in runs)
+            joined = torch.from_numpy(np.concatenate([run.keys for run in runs]))
             wanted = Wanted(shards, counts, joined, ids.samples if self._admits else 0, minute)
             answers.append((runs, servers[server].rows_of(wanted)))
         for runs, answer in answers:
             rows: Ids = answer.result().numpy()
-            firsts = np.array([run[3] for run in runs], dtype=np.int64).repeat([len(run[1]) for run in runs])
-            values[np.concatenate([run[2] for run in runs])] = np.where(rows < 0, -1, rows + firsts)
+            ends = [0, *accumulate(len(run.keys) for run in runs)]
+            starts = np.array([run.start for run in runs], dtype=np.int64).repeat(np.diff(ends))
+            rows = np.where(rows < 0, -1, rows + starts)
+            for run, (begin, end) in zip(runs, pairwise(ends), strict=True):
+                values[run.at] = rows[begin:end]
         without = values < 0
         if self._dropping and without.any():
             return self._without(replace(ids, values=torch.from_numpy(values)), edges, without)

@@ -166,10 +166,12 @@ class PooledTables(nn.Module):
         """Vectors of all features, float32 `[B, D]` each, and the sequences of those that are not pooled."""
         if not self.features:
             return {}
-        bag = torch.searchsorted(offsets[1:].contiguous(), torch.arange(values.shape[0]), right=True)
+        # narrowed to a size in samples: of a slice torch would note that one sample of one feature is impossible
+        ends, begins = (offsets.narrow(0, first, len(self.features) * samples) for first in (1, 0))
+        bag = torch.searchsorted(ends.contiguous(), torch.arange(values.shape[0]), right=True)
         # offsets that end early leave values without a bag; the check below refuses them, this keeps it reachable
         feature = torch.div(bag, samples, rounding_mode="floor").clamp(max=len(self.features) - 1)
-        fits = (offsets[0] == 0) & (offsets[-1] == values.shape[0]) & (offsets[1:] >= offsets[:-1]).all()
+        fits = (offsets[0] == 0) & (offsets[-1] == values.shape[0]) & (ends >= begins).all()
         torch._assert_async(fits, "offsets must begin with 0, never fall, and end with the number of values")
         if self.keys is not None:
             values, keep = self.keys(values, feature)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,8 @@ class Trained:
         if isinstance(model, str):
             model = named_module(self.config)
         chosen = trained_source(saved, choose_all(self.config, own_model=model is not None))
+        if isinstance(chosen.source, TableOptions):  # whose times only training needs
+            chosen = replace(chosen, source=replace(chosen.source, time=None))
         self.choices: Choices = as_trained(chosen, self.config, state.layout)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.
@@ -304,17 +307,28 @@ class Trained:
         given = values[column].values
         return Embeddings(given.to_numpy(), vectors[2 : 2 + len(given)])
 
-    def evaluate(self, data: Path | str | None = None) -> TestMetrics:
-        """Quality on the run's test rows, or on those at `data`."""
-        opened = self.rows(data)
+    def evaluate(self, data: object = None) -> TestMetrics:
+        """Quality on the run's test rows, on those at a path, or on rows in memory as `predict` takes them, which are
+        kept in a file meanwhile."""
+        if data is None or isinstance(data, str | Path):
+            return self._evaluate(self.rows(data), str(data or "the test rows"))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "data.parquet"
+            Given("data", data).keep(path)
+            try:
+                return self._evaluate(self.rows(path), "data")
+            except DataError as error:
+                raise DataError(str(error).replace(str(path), "data")) from error
+
+    def _evaluate(self, opened: OpenSource, place: str) -> TestMetrics:
         if not opened.labelled:
-            raise DataError(f"{data or 'the test rows'}: there are no labels to evaluate with (data.label is null)")
+            raise DataError(f"{place}: there are no labels to evaluate with (data.label is null)")
         with contextlib.closing(opened):
             unscaled = large_columns(whole(opened))
             measuring = Measuring(self.config, self.choices.source.tasks, opened)
             measured = measuring.of(score(self._predict, opened))
             if not measured.samples:
-                raise DataError(f"{data or 'the test rows'}: none of the rows can be used")
+                raise DataError(f"{place}: none of the rows can be used")
         bad = left_out(opened.rows - measured.samples, opened.rows, "rows")
         self._remark(unscaled, measured.undefined("these rows"), bad)
         return measured

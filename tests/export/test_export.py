@@ -25,6 +25,7 @@ from export_cases import (
 )
 from torch import Tensor, nn
 
+from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.export import ExportSpec, export_model
 from shadowsync.training.kernels import accelerate, onednn_runs, parse_kernels
@@ -235,3 +236,18 @@ def test_a_model_without_categorical_features_exports(tmp_path: Path) -> None:
     dense = torch.randn(6, 3)
     answer = loaded(dense, torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     torch.testing.assert_close(answer["logits"], module(dense, {}).detach())
+
+
+def test_a_model_of_a_single_feature_exports(tmp_path: Path) -> None:
+    class Single(nn.Module):
+        def forward(self, dense: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+            return embeddings["user"].sum(1)
+
+    rows = torch.randn(20, 8)
+    spec = ExportSpec((Table("user", 20, 8, ("user",)),), ("user",), ())
+    export_model(Single(), spec, lambda name, start, stop: rows[start:stop], tmp_path / "m.pt2")
+    loaded = torch.export.load(tmp_path / "m.pt2").module()
+    for samples in (1, 2, 5):
+        ids = torch.arange(samples) * 3
+        answer = loaded(torch.zeros(samples, 0), ids, torch.arange(samples + 1))
+        torch.testing.assert_close(answer["logits"], rows[ids].sum(1))

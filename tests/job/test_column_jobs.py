@@ -15,7 +15,7 @@ from job_helpers import SMALL_DLRM, settings
 from shadowsync import Job, Trained, serving
 from shadowsync.checkpoint.job_state import JobState
 from shadowsync.data.values import Values
-from shadowsync.errors import CheckpointError, ConfigError
+from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.metrics.quality import evaluate_scores
 
 ROWS = 6000
@@ -69,6 +69,10 @@ def test_strings_dates_and_nulls_are_learnt_from(tmp_path: Path, columns: dict[s
     assert result.test.auc > 0.85
     trained = Trained(tmp_path / "out")
     assert trained.evaluate().auc == pytest.approx(result.test.auc, abs=1e-6)
+    rows = pl.read_parquet(tmp_path / "test.parquet")
+    assert trained.evaluate(rows) == trained.evaluate(tmp_path / "test.parquet")
+    with pytest.raises(DataError, match=r"^data: there is no column 'click'"):
+        trained.evaluate(rows.drop("click"))
     assert trained.choices.source.learnt is not None
     stored = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["data"]
     assert (stored["label"], set(stored["columns"])) == (

@@ -196,6 +196,8 @@ def test_ids_that_are_gone_for_a_time_of_the_data_lose_their_rows(tmp_path: Path
     assert len(Trained(tmp_path / "out").predict({"user": [3, 21], "price": [0.1, 0.2]})) == 2, (
         "predictions need no time"
     )
+    measured = Trained(tmp_path / "out").evaluate(frame.drop("at"))
+    assert measured.samples == rows, "nor does evaluation"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Processes that a test starts load what was compiled before them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train quick test older capped lint types docs site clean
+.PHONY: train quick test older capped lint types docs site stale clean
 
 # What depends on the processor's instructions: products and kernels, codecs, models, rows, exactness of whole jobs.
 OLDER := tests/training tests/compression tests/models tests/embedding tests/job/test_exactness.py \
@@ -49,6 +49,9 @@ docs: $(STAMP)  ## Writes the configuration reference from the schema.
 site: $(DEV)  ## Builds the docs as a site in build/site; whatever is odd about it is an error.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site: build/site/index.html"
+
+stale: $(DEV)  ## Lists the tables of docs/measurements.md whose code has changed since they were measured.
+	@$(BIN)/python benchmarks/study.py stale
 
 clean:  ## Removes the virtual environment and caches; keeps runs/.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis

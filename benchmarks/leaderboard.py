@@ -65,7 +65,7 @@ from shadowsync.training.course import Course, Judge
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
 from collapse import PlainModel, RowWiseAdagrad, dense_optimizer
-from machine import commit, describe, table
+from machine import commit, describe, interval, table
 
 TRAINERS = 4
 WITHIN = 0.001
@@ -84,8 +84,6 @@ RECIPES: Mapping[str, dict[str, dict[str, Any]]] = {
 AVAZU = ("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain", "app_category",
          "device_id", "device_ip", "device_model", "device_type", "device_conn_type",
          *(f"C{number}" for number in range(14, 22)))  # fmt: skip
-QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Of Student's t at 97.5 %, from one degree of freedom on."""
 
 
 @dataclass(frozen=True)
@@ -291,14 +289,6 @@ def by_plain_torch(values: dict[str, Any]) -> dict[str, Any]:
         "samples": samples,
         "eps": samples / seconds,
     }
-
-
-def interval(values: Sequence[float]) -> float | None:
-    """Half the width of the mean's interval of 95 %; None of a single value."""
-    if len(values) < 2:
-        return None
-    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
-    return quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
 def line(rows: Sequence[Mapping[str, Any]], plain: Mapping[int, float]) -> tuple[str, ...]:

@@ -25,13 +25,22 @@ def describe() -> list[str]:
     return [f"{name}: {value}" for name, value in facts.items()]
 
 
+def described_processor() -> str:
+    """Its name, family and model."""
+    return str(machine()["processor"])
+
+
 def commit() -> str:
-    """The commit that is checked out, with `+` behind it if files differ from it, or `unknown`."""
+    """The commit that is checked out, with `+` behind it if files but records differ from it, or `unknown`."""
     here = Path(__file__).parent
+    others = ("--", ":/", ":!/benchmarks/records")
     try:
         found = [
             subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-            for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+            for arguments in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no", *others],
+            )
         ]
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -70,6 +79,24 @@ def ratios(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, float
     """The median, over the rounds, of each job's value over that of `base` in the same round."""
     pairs = {name: zip(values, samples[base], strict=True) for name, values in samples.items()}
     return {name: statistics.median(value / other for value, other in pair) for name, pair in pairs.items()}
+
+
+QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Of Student's t at 97.5 %, from one degree of freedom on."""
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the mean's interval of 95 %; None of a single value."""
+    if len(values) < 2:
+        return None
+    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def with_interval(values: Sequence[float], signed: bool = False) -> str:
+    """The mean, and behind it half the width of its interval."""
+    half, sign = interval(values), "+" if signed else ""
+    return f"{statistics.fmean(values):{sign}.4f}" + ("" if half is None else f" ±{half:.4f}")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -1,11 +1,22 @@
-"""Quality of every replica method and schedule against a single replica, on the demo and on a task that leans on the
+"""Quality of replica methods, schedules, their parameters, and of workers, on the demo and on a task that leans on the
 dense part.
 
-    python benchmarks/quality.py --out FOLDER [--tasks demo dense] [--seeds 3] [--trainers 2 4 8]
+    python benchmarks/quality.py methods --out FOLDER [--tasks demo dense] [--seeds 5] [--rows 500000] [--picture FILE]
+    python benchmarks/quality.py parameters --out FOLDER …
+    python benchmarks/quality.py hogwild --out FOLDER …
+    … --report      prints the tables of what has been run so far
 
-Every finished run is one line of FOLDER/runs.jsonl; started again, the script goes on where it stopped. At the end it
-prints the tables and draws FOLDER/quality.png. `matched` is the foreground with k set to the average gap that the
-background reached in the run of the same task, method and seed at four trainers.
+Every finished run is one line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
+
+methods: 2, 4 and 8 trainers, each method in the background and in the foreground; `matched` is the foreground with k
+set to the average gap that the background reached in the run of the same task, method, trainers, workers and seed. Two
+and four workers are run with two trainers. parameters: of each method, with four trainers in the background, and the
+foreground every 5, 30 and 100 iterations. hogwild: 1 to 16 workers of each of two trainers, whose steps are made to
+last 200 ms, so that what a worker does not see of the others is what it would not on as many cores; ELP, the
+parallelism in examples, is batch × workers × trainers.
+
+Means are over seeds, differences paired by seed, each with an interval of 95 % (Student's t). A run has collapsed where
+its AUC is more than 0.01 below the median of its cell.
 """
 
 import argparse
@@ -13,7 +24,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +35,7 @@ from shadowsync import Job
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
-from machine import describe, table
+from machine import commit, describe, table, with_interval
 
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
@@ -43,43 +54,90 @@ TASKS: dict[str, dict[str, Any]] = {
     },
 }
 METHODS = ("easgd", "ma", "bmuf")
-MATCHED_AT = 4
-SCHEDULES = ("background", "every_k 5", "every_k 30", "matched")
+SCHEDULES = ("background", "matched", "every_k 5", "every_k 30")
+PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "easgd": (*((f"alpha={alpha}",) for alpha in (0.05, 0.1, 0.225, 0.4, 0.9)),),
+    "ma": (*((f"alpha={alpha}",) for alpha in (0.25, 0.5, 0.75, 1.0)),),
+    "bmuf": (
+        *((f"momentum={momentum}", "eta=1.0") for momentum in (0.0, 0.25, 0.5, 0.75, 0.9)),
+        *(("momentum=0.5", f"eta={eta}") for eta in (0.5, 1.5)),
+    ),
+}
+"""Beside each method's defaults: α = 0.9 / trainers; α = 0.5; μ = 0.5 and η = 1."""
+HOGWILD: Mapping[str, Any] = {"batch_size": 256, "emulate_step_ms": 200.0}
+HOGWILD_ROWS = 200_000
+COLLAPSED = 0.01
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid."""
+    """One run.
+
+    Attributes:
+        options: of the method.
+        emulated: steps are made to last.
+    """
 
     task: str
+    rows: int
     trainers: int
+    workers: int
     method: str
     schedule: str
     seed: int
+    options: tuple[str, ...] = ()
+    emulated: bool = False
 
 
-def grid(tasks: list[str], trainers: list[int], seeds: int) -> Iterator[Cell]:
-    """All runs; the background before the foreground that is matched to it."""
-    for seed, task in itertools.product(range(seeds), tasks):
-        yield Cell(task, 1, "none", "-", seed)
-        for count in trainers:
-            yield Cell(task, count, "none", "-", seed)
-            schedules = SCHEDULES if count == MATCHED_AT else SCHEDULES[:-1]
-            for method, schedule in itertools.product(METHODS, schedules):
-                yield Cell(task, count, method, schedule, seed)
+def methods(task: str, rows: int, seed: int) -> Iterator[Cell]:
+    """The background before the foreground that is matched to it."""
+    yield Cell(task, rows, 1, 1, "none", "-", seed)
+    for count in (2, 4, 8):
+        yield Cell(task, rows, count, 1, "none", "-", seed)
+        for method, schedule in itertools.product(METHODS, SCHEDULES):
+            yield Cell(task, rows, count, 1, method, schedule, seed)
+    for workers, method, schedule in itertools.product((2, 4), METHODS, SCHEDULES[:2]):
+        yield Cell(task, rows, 2, workers, method, schedule, seed)
+
+
+def parameters(task: str, rows: int, seed: int) -> Iterator[Cell]:
+    """Of four trainers."""
+    yield Cell(task, rows, 1, 1, "none", "-", seed)
+    for method in METHODS:
+        for options in PARAMETERS[method]:
+            yield Cell(task, rows, 4, 1, method, "background", seed, options)
+        for k in (5, 30, 100):
+            yield Cell(task, rows, 4, 1, method, f"every_k {k}", seed)
+
+
+def hogwild(task: str, rows: int, seed: int) -> Iterator[Cell]:
+    """Of two trainers."""
+    for workers in (1, 2, 4, 8, 16):
+        yield Cell(task, min(rows, HOGWILD_ROWS), 2, workers, "easgd", "background", seed, emulated=True)
+
+
+PARTS = {"methods": methods, "parameters": parameters, "hogwild": hogwild}
+
+
+def grid(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """All runs of a part, seed by seed."""
+    for seed, task in itertools.product(range(arguments.seeds), arguments.tasks):
+        rows = min(arguments.rows, TASKS[task]["data"].get("rows", arguments.rows))
+        yield from PARTS[arguments.part](task, rows, seed)
 
 
 def configuration(cell: Cell, matched_k: int) -> dict[str, Any]:
     """The configuration of a run."""
     task = TASKS[cell.task]
-    sync: dict[str, Any] = {"method": cell.method}
+    sync: dict[str, Any] = {"method": cell.method, **{k: float(v) for k, v in (o.split("=") for o in cell.options)}}
     if cell.schedule == "background":
         sync |= {"schedule": "background"}
     elif cell.schedule != "-":
         sync |= {"schedule": "every_k", "k": matched_k if cell.schedule == "matched" else int(cell.schedule.split()[1])}
-    train = {"warmup_samples": 0, **task.get("train", {}), "trainers": cell.trainers, "seed": cell.seed}
+    given = {"trainers": cell.trainers, "workers": cell.workers, "seed": cell.seed}
     report = {"tensorboard": False, "html": False, "every_s": 5.0}
-    return {**task, "train": train, "sync": sync, "report": report}
+    train = {**task.get("train", {}), **given, **(HOGWILD if cell.emulated else {})}
+    return {**task, "data": {**task["data"], "rows": cell.rows}, "train": train, "sync": sync, "report": report}
 
 
 def run(cell: Cell, matched_k: int) -> dict[str, Any]:
@@ -91,6 +149,7 @@ def run(cell: Cell, matched_k: int) -> dict[str, Any]:
     assert result.data.trained_samples == result.data.train_samples
     return {
         **asdict(cell),
+        "commit": commit(),
         "auc": result.test.auc,
         "ne": result.test.ne,
         "best_auc": result.test.best_auc,
@@ -100,48 +159,89 @@ def run(cell: Cell, matched_k: int) -> dict[str, Any]:
     }
 
 
-def run_all(cells: list[Cell], kept: Cells) -> list[dict[str, Any]]:
+def run_all(cells: Sequence[Cell], kept: Cells) -> None:
     """Runs what was not kept."""
-    rows = []
     for number, cell in enumerate(cells):
-        if (row := kept.read(str(cell))) is None:
+        if kept.read(str(cell)) is None:
             background = kept.read(str(replace(cell, schedule="background")))
             row = run(cell, max(1, round(background["gap"])) if background else 1)
             kept.write(str(cell), row)
             print(f"{number + 1}/{len(cells)} {cell}: AUC {row['auc']:.4f}", file=sys.stderr, flush=True)
-        rows.append(row)
-    return rows
 
 
-def spread(values: list[float]) -> str:
-    """Mean and, behind it, the standard deviation over seeds."""
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.4f} ±{deviation:.4f}"
+Way = tuple[int, int, str, str, str]
+"""Trainers, workers, method, schedule and options."""
 
 
-def lines(task: str, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each combination, seeds together."""
-    mine = [row for row in rows if row["task"] == task]
-    single = statistics.mean(row["auc"] for row in mine if row["trainers"] == 1)
-    groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    for row in mine:
-        groups.setdefault((row["trainers"], row["method"], row["schedule"]), []).append(row)
+def by_way(rows: Sequence[Mapping[str, Any]]) -> dict[Way, dict[int, Mapping[str, Any]]]:
+    """Runs by their seed."""
+    found: dict[Way, dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        way = (row["trainers"], row["workers"], row["method"], row["schedule"], " ".join(row["options"]))
+        found.setdefault(way, {})[row["seed"]] = row
+    return found
+
+
+def difference(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> str:
+    """Of the AUCs, paired by seed."""
+    pairs = [first[seed]["auc"] - second[seed]["auc"] for seed in first.keys() & second.keys()]
+    return with_interval(pairs, signed=True) if pairs else "-"
+
+
+def line(way: Way, runs: Mapping[int, Mapping[str, Any]], single: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Of the table of all ways."""
+    aucs, (trainers, workers, *names) = [row["auc"] for row in runs.values()], way
     return [
-        [
-            str(trainers),
-            method,
-            schedule,
-            f"{statistics.mean(row['gap'] or 0 for row in group):.1f}",
-            spread([row["auc"] for row in group]),
-            f"{statistics.mean(row['auc'] for row in group) - single:+.4f}",
-            spread([row["ne"] for row in group]),
-            f"{statistics.median(row['eps'] for row in group):,.0f}",
-        ]
-        for (trainers, method, schedule), group in groups.items()
+        *(str(trainers), str(workers), *names, f"{statistics.mean(r['gap'] or 0 for r in runs.values()):.1f}"),
+        *(with_interval(aucs), f"{min(aucs):.4f}", difference(runs, single)),
+        with_interval([row["ne"] for row in runs.values()]),
+        str(sum(auc < statistics.median(aucs) - COLLAPSED for auc in aucs)),
     ]
 
 
-def picture(tasks: list[str], rows: list[dict[str, Any]], path: Path) -> None:
+def show(part: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """All ways, and what the background is better by than the foreground of the same gap."""
+    found = by_way(rows)
+    best = next((row["best_auc"] for row in rows if row["best_auc"]), None)
+    counts = [len(runs) for runs in found.values()]
+    several = f"{max(counts)} seeds" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"
+    print(f"\n{task}: {rows[0]['rows']:,} rows, {several}" + (f"; best reachable AUC {best:.4f}" if best else ""))
+    if part == "hogwild":
+        print(hogwild_table(found))
+        return
+    single = found.get((1, 1, "none", "-", ""), {})
+    ways = sorted(found.items())
+    head = ["trainers", "workers", "method", "schedule", "options", "gap"]
+    rest = ["AUC", "worst", "to one replica", "NE", "collapsed"]
+    print(table([*head, *rest], [line(way, runs, single) for way, runs in ways]))
+    pairs = [
+        (str(way[0]), str(way[1]), way[2], difference(runs, found[(*way[:3], "matched", "")]))
+        for way, runs in ways
+        if way[3] == "background" and (*way[:3], "matched", "") in found
+    ]
+    if pairs:
+        print(f"\n{task}: background over the foreground of the same gap")
+        print(table(["trainers", "workers", "method", "AUC"], pairs))
+
+
+def hogwild_table(found: Mapping[Way, Mapping[int, Mapping[str, Any]]]) -> str:
+    """Speed and quality over the parallelism."""
+    ways = sorted(found.items())
+    one = next((runs for way, runs in ways if way[1] == 1), {})
+    rates = {way: statistics.median(row["eps"] for row in runs.values()) for way, runs in ways}
+    lines = [
+        (
+            *(str(way[1]), f"{HOGWILD['batch_size'] * way[0] * way[1]:,}", f"{rates[way]:,.0f}"),
+            f"{rates[way] / (way[1] * rates[ways[0][0]]):.2f}",
+            with_interval([row["auc"] for row in runs.values()]),
+            difference(runs, one),
+        )
+        for way, runs in ways
+    ]
+    return table(["workers of a trainer", "ELP", "examples/s, emulated", "of linear", "AUC", "to one worker"], lines)
+
+
+def picture(tasks: Sequence[str], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """AUC against the number of trainers, one panel per task, one line per method and schedule."""
     figure = Figure(figsize=(6.5 * len(tasks), 5), layout="constrained")
     colours = {"none": "#777777", "easgd": "#0b6bcb", "ma": "#c8552b", "bmuf": "#2e8b57"}
@@ -149,10 +249,9 @@ def picture(tasks: list[str], rows: list[dict[str, Any]], path: Path) -> None:
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         lines: dict[tuple[str, str], dict[int, list[float]]] = {}
         for row in rows:
-            if row["task"] == task:
-                lines.setdefault((row["method"], row["schedule"]), {}).setdefault(row["trainers"], []).append(
-                    row["auc"]
-                )
+            if (row["task"], row["workers"]) == (task, 1):
+                mine = lines.setdefault((row["method"], row["schedule"]), {})
+                mine.setdefault(row["trainers"], []).append(row["auc"])
         for (method, schedule), points in lines.items():
             counts = sorted(points)
             means = [statistics.mean(points[count]) for count in counts]
@@ -170,19 +269,24 @@ def picture(tasks: list[str], rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Runs the grid and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--trainers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=500_000, help="of a task, at most")
+    parser.add_argument("--picture", type=Path, help="of the methods")
+    parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    rows = run_all(list(grid(arguments.tasks, arguments.trainers, arguments.seeds)), Cells(arguments.out))
+    cells, kept = list(grid(arguments)), Cells(arguments.out)
+    if not arguments.report:
+        run_all(cells, kept)
+    rows = [row for cell in cells if (row := kept.read(str(cell))) is not None]
     print("\n".join(describe()))
-    for task in arguments.tasks:
-        best = next((row["best_auc"] for row in rows if row["task"] == task and row["best_auc"]), None)
-        print(f"\n{task}: {arguments.seeds} seeds" + (f"; best reachable AUC {best:.4f}" if best else ""))
-        head = ["trainers", "method", "schedule", "gap", "AUC", "to one replica", "NE", "examples/s"]
-        print(table(head, lines(task, rows)))
-    picture(arguments.tasks, rows, arguments.out / "quality.png")
+    tasks = [task for task in arguments.tasks if any(row["task"] == task for row in rows)]
+    for task in tasks:
+        show(arguments.part, task, [row for row in rows if row["task"] == task])
+    if arguments.picture and tasks:
+        picture(tasks, rows, arguments.picture)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,202 @@
+"""Runs the experiments that the documentation's tables come from, and writes those tables.
+
+    python benchmarks/study.py run [NAME …] [--minutes 60]     runs what is missing; may be stopped at any time
+    python benchmarks/study.py write                           docs/measurements.md gets the tables of what has been run
+    python benchmarks/study.py stale                           tables whose code has changed since
+
+What has been run stands in `benchmarks/records/NAME`: a line of `runs.jsonl` for each run, and of `sessions.jsonl` for
+each time that some were added, with commit, processor and date. A table is as old as the oldest of these. Beside each
+experiment stand the files that its result hangs on (`depends`); where one of them has changed since, the table says so.
+
+Tables stand in the documentation between a line `<!-- study NAME -->` and `<!-- end NAME -->`.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from machine import commit, described_processor
+
+HERE = Path(__file__).parent
+ROOT, RECORDS = HERE.parent, HERE / "records"
+PAGE, IMAGES = ROOT / "docs" / "measurements.md", ROOT / "docs" / "img"
+CODE = "src/shadowsync/"
+TRAINS = (f"{CODE}sync", f"{CODE}training", f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py")
+"""Of every result that is a quality."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A script and how it is called.
+
+    Attributes:
+        depends: files and folders of the repository that its result hangs on.
+        root: it needs root rights.
+        picture: it draws one.
+    """
+
+    script: str
+    words: tuple[str, ...] = ()
+    depends: tuple[str, ...] = TRAINS
+    root: bool = False
+    picture: bool = False
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "leaderboard": Experiment(
+        "leaderboard.py",
+        ("--sets", "demo", "--rows", "300000"),
+        (*TRAINS, f"{CODE}models", f"{CODE}aggregation"),
+    ),
+    "quality": Experiment("quality.py", ("methods",), picture=True),
+    "parameters": Experiment("quality.py", ("parameters",)),
+    "hogwild": Experiment("quality.py", ("hogwild",)),
+    "moving": Experiment(
+        "moving.py",
+        ("--seconds", "80"),
+        (f"{CODE}embedding/moving.py", f"{CODE}cluster/manager.py", f"{CODE}checkpoint/remote_save.py"),
+        root=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Session:
+    """Runs that were added at one time."""
+
+    commit: str
+    processor: str
+    date: str
+    runs: int
+
+
+def folder_of(name: str) -> Path:
+    """Of an experiment's records."""
+    return RECORDS / name
+
+
+def sessions_of(name: str) -> list[Session]:
+    """In the order in which they were."""
+    path = folder_of(name) / "sessions.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [Session(**json.loads(line)) for line in lines]
+
+
+def runs_of(name: str) -> int:
+    """How many are on record."""
+    path = folder_of(name) / "runs.jsonl"
+    return path.read_text("utf-8").count("\n") if path.exists() else 0
+
+
+def command(name: str, *more: str) -> list[str]:
+    """That runs an experiment's script."""
+    experiment = EXPERIMENTS[name]
+    drawn = ("--picture", str(IMAGES / f"{name}.png")) if experiment.picture else ()
+    words = (*experiment.words, "--out", str(folder_of(name)), *drawn, *more)
+    return [sys.executable, str(HERE / experiment.script), *words]
+
+
+def run(name: str, until: float) -> int:
+    """Runs what is missing until that moment, and says in the record what was; the status, 0 where all has been run."""
+    if EXPERIMENTS[name].root and os.geteuid() != 0:
+        print(f"{name} is skipped: it lays out hosts of its own, which takes root rights", file=sys.stderr)
+        return 1
+    before, told = runs_of(name), (commit(), described_processor(), datetime.datetime.now(datetime.UTC).date())
+    process = subprocess.Popen(command(name))
+    try:
+        status = process.wait(max(1.0, until - time.monotonic()))
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.send_signal(signal.SIGINT)
+        status = process.wait() or 1
+    if added := runs_of(name) - before:
+        session = {"commit": told[0], "processor": told[1], "date": str(told[2]), "runs": added}
+        with (folder_of(name) / "sessions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(session) + "\n")
+    return status
+
+
+def changed_since(session: Session, depends: Sequence[str]) -> list[str]:
+    """Commits since then that changed one of these files, newest first, a line each."""
+    since = f"{session.commit.rstrip('+')}..HEAD"
+    told = subprocess.run(
+        ["git", "log", "--format=%h %s", since, "--", *depends], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return told.stdout.splitlines() if not told.returncode else [f"{session.commit} is not in this history"]
+
+
+def stale() -> Iterator[tuple[str, list[str]]]:
+    """Experiments whose code has changed since the oldest of their runs, and by what."""
+    for name, experiment in EXPERIMENTS.items():
+        if (sessions := sessions_of(name)) and (changes := changed_since(sessions[0], experiment.depends)):
+            yield name, changes
+
+
+def table_of(name: str, old: Mapping[str, list[str]]) -> str:
+    """What stands in the documentation."""
+    told = subprocess.run(command(name, "--report"), capture_output=True, text=True, check=True).stdout
+    tables = told.split("\n\n", 1)[1].strip("\n")  # before them is the machine that prints them
+    sessions = sessions_of(name)
+    commits, processors, dates = (
+        list(dict.fromkeys(getattr(session, part) for session in sessions)) for part in ("commit", "processor", "date")
+    )
+    days = dates[0] if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
+    lines = [
+        f"`benchmarks/study.py run {name}` ({', '.join(processors)}; {', '.join(commits)}; {days}; "
+        f"{sum(session.runs for session in sessions)} runs):",
+        *([f"**Older than the code**, which has changed in {len(old[name])} commits since."] if name in old else []),
+        f"```text\n{tables}\n```",
+        *([f"![{name}](img/{name}.png)"] if EXPERIMENTS[name].picture else []),
+    ]
+    return "\n\n".join(lines)
+
+
+def write() -> None:
+    """Puts the tables of what has been run in their places."""
+    page, old = PAGE.read_text("utf-8"), dict(stale())
+    for name in EXPERIMENTS:
+        if not sessions_of(name):
+            continue
+        begin, end = f"<!-- study {name} -->", f"<!-- end {name} -->"
+        place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+        if len(place.findall(page)) != 1:
+            sys.exit(f"{PAGE}: there must be one place for {name}, from {begin} to {end}")
+        found = f"{begin}\n{table_of(name, old)}\n{end}"
+        page = place.sub(lambda _, text=found: text, page)  # type: ignore[misc]
+    PAGE.write_text(page, "utf-8")
+
+
+def main() -> None:
+    """Does what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    given = parts.add_parser("run")
+    given.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}; all")
+    given.add_argument("--minutes", type=float, default=float("inf"))
+    parts.add_parser("write")
+    parts.add_parser("stale")
+    arguments = parser.parse_args()
+    if arguments.part == "run":
+        if unknown := set(arguments.names) - EXPERIMENTS.keys():
+            parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(EXPERIMENTS)}")
+        until = time.monotonic() + 60 * min(arguments.minutes, 60 * 24 * 7)
+        statuses = [run(name, until) for name in arguments.names or EXPERIMENTS if time.monotonic() < until]
+        sys.exit(any(statuses))
+    elif arguments.part == "write":
+        write()
+    else:
+        for name, changes in stale():
+            print(f"{name}: {len(changes)} commits since, the last {changes[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`benchmarks/study.py`: it runs what is missing, writes tables in their places, and says which of them are old."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = """
+import argparse, json, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=pathlib.Path)
+parser.add_argument("--report", action="store_true")
+given = parser.parse_args()
+kept = given.out / "runs.jsonl"
+if given.report:
+    print(f"machine\\n\\n{kept.read_text().count(chr(10))} runs")
+elif not kept.exists():
+    given.out.mkdir(parents=True)
+    kept.write_text('{"cell": "a", "result": {}}\\n')
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    return subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """Of a repository with one experiment, which hangs on `code.py`."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    import study  # noqa: PLC0415
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "code.py").write_text("")
+    (tmp_path / "page.md").write_text("before\n<!-- study one -->\n<!-- end one -->\nafter\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    for name, value in {"HERE": tmp_path, "ROOT": tmp_path, "RECORDS": tmp_path / "records"}.items():
+        monkeypatch.setattr(study, name, value)
+    monkeypatch.setattr(study, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(study, "EXPERIMENTS", {"one": study.Experiment("script.py", depends=("code.py",))})
+    monkeypatch.setattr(study, "commit", lambda: git(tmp_path, "rev-parse", "--short", "HEAD"))
+    return study
+
+
+def test_a_table_is_written_in_its_place_and_says_when_its_code_has_changed(study: ModuleType, tmp_path: Path) -> None:
+    assert study.run("one", float("inf")) == 0
+    assert study.run("one", float("inf")) == 0
+    sessions = (tmp_path / "records" / "one" / "sessions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["runs"] for line in sessions] == [1], "the second time there was nothing to run"
+    assert not list(study.stale())
+    study.write()
+    written = (tmp_path / "page.md").read_text()
+    assert written.startswith("before\n<!-- study one -->\n`benchmarks/study.py run one` (")
+    assert "```text\n1 runs\n```\n<!-- end one -->\nafter\n" in written
+    assert "machine" not in written
+    study.write()
+    assert (tmp_path / "page.md").read_text() == written
+    (tmp_path / "code.py").write_text("x = 1")
+    git(tmp_path, "commit", "-qam", "second")
+    assert [(name, len(changes)) for name, changes in study.stale()] == [("one", 1)]
+    study.write()
+    assert "**Older than the code**, which has changed in 1 commits since." in (tmp_path / "page.md").read_text()
+
+
+def test_a_page_without_the_place_and_an_unknown_commit_are_said(study: ModuleType, tmp_path: Path) -> None:
+    study.run("one", float("inf"))
+    assert study.changed_since(study.Session("0" * 8, "", "", 1), ("code.py",)) == ["00000000 is not in this history"]
+    (tmp_path / "page.md").write_text("nothing\n")
+    with pytest.raises(SystemExit, match="there must be one place for one"):
+        study.write()
+
+
+def test_every_experiment_names_files_that_are_there(study: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    import study as real  # noqa: PLC0415
+
+    page = real.PAGE.read_text("utf-8")
+    for name, experiment in real.EXPERIMENTS.items():
+        assert (real.HERE / experiment.script).exists()
+        assert all((real.ROOT / path).exists() for path in experiment.depends), name
+        assert f"<!-- study {name} -->" in page

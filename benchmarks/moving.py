@@ -14,6 +14,7 @@ A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on
 import argparse
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,11 @@ def show(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     moves = [(row["name"], f"{at:.0f}", role, detail) for row in rows for at, role, detail in row.get("moved", ())]
     runs = table(["run", "examples/s", "test AUC", "NE", "failures", "moves"], lines)
+    speeds = {row["name"]: row["eps"] for row in rows if "error" not in row}
+    pairs = [(speeds[f"moves-{n}"], speeds.get(f"stays-{n}")) for n in range(len(rows)) if f"moves-{n}" in speeds]
+    over = sorted(moves / stays for moves, stays in pairs if stays)
+    if over:
+        runs += f"\n\nmoves over stays: {statistics.median(over):.2f} ({over[0]:.2f} … {over[-1]:.2f})"
     return f"{runs}\n\n{table(['run', 'at, s', 'role', 'what'], moves)}"
 
 

@@ -37,12 +37,18 @@ def test_who_is_killed_loses_nothing_that_others_share(tmp_path: Path, storage: 
     assert result.recovery.seconds.load < 0.1, "nothing was loaded"
 
 
-def test_averages_survive_the_trainer_that_makes_them_for_the_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trainers", "sync"), [(2, {"method": "ma"}), (3, {"method": "ds_sync", "group": 2})], ids=["ma", "ds_sync"]
+)
+def test_averages_survive_the_trainer_that_makes_them_for_the_others(
+    tmp_path: Path, trainers: int, sync: dict[str, Any]
+) -> None:
     """Its replica is in memory that the others read."""
     data = write_rows(tmp_path / "rows.parquet", ROWS)
-    config = killed_settings(data, sync={"method": "ma", "schedule": "every_k"})
+    config = killed_settings(data, sync={**sync, "schedule": "every_k", "k": 10})
+    config["train"]["trainers"] = trainers
     result = run_and_kill(config, tmp_path / "out", "trainer-0")
-    assert result.sync.average_gap < 40
+    assert result.sync.average_gap < 20
     assert result.wire.bytes["dense"] > 0, "as if each trainer were on a machine of its own"
 
 

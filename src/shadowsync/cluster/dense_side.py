@@ -165,9 +165,10 @@ class Merged(DenseSide):
         self, servers: Sequence[Any], rows: Sequence[EmbeddingServer], gate: Gate, counter: WireCounter
     ) -> Merging:
         spec = self._manager.spec
-        codec, collective = spec.job.choices.codecs["dense"].levels[0], spec.job.choices.method.collective
-        averaged = Channel("dense", averaged_codec(codec, collective, spec.template), counter)
-        return Merging(LocalAverages(range(spec.trainers), averaged, gate.waiting), tuple(servers))
+        codec, method = spec.job.choices.codecs["dense"].levels[0], spec.job.choices.method
+        averaged = Channel("dense", averaged_codec(codec, method.collective, spec.template), counter)
+        averages = LocalAverages(range(spec.trainers), averaged, gate.waiting, method.meeting())
+        return Merging(averages, tuple(servers))
 
     def fill(self) -> None:
         self._images.write_center(self._manager.spec.template.flat.detach().cpu())

@@ -14,6 +14,7 @@ from shadowsync.rpc.connection import Handle, JobKeys, Method, Payload, Service
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import NOTHING, Client, Served, served
 from shadowsync.sync.averaging import AveragingService
+from shadowsync.sync.meeting import Meeting
 
 if TYPE_CHECKING:
     from shadowsync.rpc.server import WireServer as Server
@@ -147,13 +148,15 @@ class Endpoints:
         ranks: list[int],
         generation: int,
         conducting: StepCoordinator | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """Serves these rows to these trainers from now on; those of the generation before are heard no more."""
+        """Serves these rows to these trainers from now on, who average as `meeting` says; those of the generation
+        before are heard no more."""
         self.records.generation = generation
         before, averaging = self.driver, self.averaging
         banned = before.clients if before else frozenset()
         self.driver = DriverService(reader, source, self.records, banned, conducting)
-        self.averaging = AveragingService(ranks, averaging.clients if averaging else ())
+        self.averaging = AveragingService(ranks, averaging.clients if averaging else (), meeting)
         if averaging is not None:
             averaging.close()
         services: list[Service] = [self.driver, Served(self.averaging)]

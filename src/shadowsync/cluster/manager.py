@@ -400,7 +400,8 @@ class ClusterManager:
             self.give_memory(member)
         ranks = [member.index for member in self.trainers()]
         conducting = self.dense.open(reader, self.generation)
-        self.endpoints.open(reader, reader.source, ranks, self.generation, conducting)
+        meeting = self.spec.job.choices.method.meeting()
+        self.endpoints.open(reader, reader.source, ranks, self.generation, conducting, meeting)
         self.statuses.begin()
         members = [*servers, *self.supervisor.of_kind("reader")]
         self.all_at_once([partial(self.build, member, reader, filled) for member in members])

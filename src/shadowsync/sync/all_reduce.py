@@ -29,6 +29,7 @@ from shadowsync.rpc.served import Client, ask, later
 from shadowsync.rpc.tensors import bundle, unbundle
 from shadowsync.sync.averaging import AveragingService, LastAverage, Phase, Verdict
 from shadowsync.sync.machine import Neighbours, ReplicaMemory
+from shadowsync.sync.meeting import Meeting
 from shadowsync.sync.rendezvous import Left, Rendezvous
 
 _LOG = logging.getLogger(__name__)
@@ -370,43 +371,50 @@ class Averaging(ABC):
 class LocalAverages:
     """The averages of the trainers in one process.
 
-    `waiting` is entered while a trainer waits for others to come; `of` has each trainer's end, by rank.
+    `waiting` is entered while a trainer waits for others to come; `of` has each trainer's end, by rank. `meeting` says
+    who of those that have come average.
     """
 
     def __init__(
-        self, trainers: Sequence[int], channel: Channel, waiting: Callable[[], AbstractContextManager[None]]
+        self,
+        trainers: Sequence[int],
+        channel: Channel,
+        waiting: Callable[[], AbstractContextManager[None]],
+        meeting: Meeting | None = None,
     ) -> None:
-        meeting: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting)
-        self.of = {rank: LocalAveraging(rank, channel, meeting) for rank in trainers}
-        self._last = LastAverage()
+        place: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting, meeting=meeting)
+        self.of = {rank: LocalAveraging(rank, channel, place) for rank in trainers}
+        self._round, self._last = 0, dict[int, LastAverage]()
 
     def combine(self, replicas: Mapping[int, Tensor]) -> Tensor:
         """The average `[P]` of replicas by rank, ascending, to which workers may be writing."""
         ends = [self.of[rank] for rank in replicas]
-        common, complete = self._last.common(tuple(replicas), {end.rank: end.holds for end in ends})
+        last = self._last.get(ends[0].rank, LastAverage())
+        common, complete = last.common(tuple(replicas), {end.rank: end.holds for end in ends})
         payloads = [end.strategy.pack(replicas[end.rank], live=True) for end in ends]
         average = ends[0].strategy.mean_here([end.strategy for end in ends], payloads, complete)
-        self._last = LastAverage(self._last.round + 1, tuple(replicas))
+        self._round += 1
+        self._last.update(dict.fromkeys(replicas, LastAverage(self._round, tuple(replicas))))
         for end, payload in zip(ends, payloads, strict=True):
-            end.settle(payload, average, len(ends), self._last.round, common)
+            end.settle(payload, average, len(ends), self._round, common)
         return average
 
 
 class LocalAveraging(Averaging):
     """A trainer's end of `LocalAverages`; the average is one tensor for all of them."""
 
-    def __init__(self, rank: int, channel: Channel, meeting: Rendezvous[Tensor, Tensor]) -> None:
+    def __init__(self, rank: int, channel: Channel, place: Rendezvous[Tensor, Tensor]) -> None:
         super().__init__(rank, channel.codec, channel.counter)
-        self._meeting = meeting
+        self._place = place
 
     def mean(self, weights: Tensor) -> Tensor:
-        return self._meeting.arrive(self.rank, weights)
+        return self._place.arrive(self.rank, weights)
 
     def join(self) -> None:
-        self._meeting.join(self.rank)
+        self._place.join(self.rank)
 
     def leave(self) -> None:
-        self._meeting.leave(self.rank)
+        self._place.leave(self.rank)
 
 
 class _BrokenOff(Exception):

@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,6 +13,7 @@ from typing import Any
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, served
+from shadowsync.sync.meeting import Everybody, Meeting
 
 NOTE_BYTES = 1 << 16
 """Longest note on a ring's board."""
@@ -43,8 +44,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class LastAverage:
-    """The newest average that counts: its number, from 1 (0 before the first), and the ranks of those whose replicas it
-    was made of, ascending.
+    """An average that counts: its number, from 1 (0 before the first), and the ranks of those whose replicas it was
+    made of, ascending.
     """
 
     round: int = 0
@@ -104,31 +105,38 @@ class _Attempt:
 class AveragingBook:
     """Who averages with whom: a state machine of calls and verdicts, without clock or thread.
 
-    A round starts when all present members have arrived. Its members reduce their vectors among themselves and
-    report; only when all of them have succeeded does it count. If one failed or died, all who are left try again,
-    with the vectors they had, in a ring of a new epoch. So those that stay always have the same results.
+    A round starts when those have arrived that are to meet: all present members, or a group of them while others are
+    in rounds of their own. Its members reduce their vectors among themselves and report; only when all of them have
+    succeeded does it count. If one failed or died, all who are left try again, with the vectors they had, in a ring of
+    a new epoch. So those of a round that stay always have the same result.
 
     A trainer counts its averages, its `turn`: any call may be repeated without harm.
 
     Attributes:
         members: trainers that a round waits for, the first one those that are given.
         epoch: of the newest ring.
+        round: number of the newest average that counts.
+
+    Args:
+        meeting: who of those that have arrived meet.
     """
 
-    def __init__(self, members: Iterable[int] = ()) -> None:
-        self.epoch = 0
+    def __init__(self, members: Iterable[int] = (), meeting: Meeting | None = None) -> None:
+        self.epoch = self.round = 0
         self.members = set(members)
-        self._last = LastAverage()
+        self._meeting = meeting or Everybody()
+        self._last: dict[int, LastAverage] = {}
         self._holds: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
         self._settled: dict[int, tuple[int, int]] = {}
-        self._attempt: _Attempt | None = None
+        self._under_way: dict[int, _Attempt] = {}  # by rank
         self._attempts = 0
-        self._ring: tuple[int, ...] = ()
+        self._rings: dict[tuple[int, ...], int] = {}  # their epochs; of rings that have a member in common the newest
 
     @property
-    def round(self) -> int:
-        return self._last.round
+    def epochs(self) -> Collection[int]:
+        """Of all rings that still serve somebody."""
+        return {*self._rings.values(), *(attempt.epoch for attempt in self._under_way.values())}
 
     def join(self, rank: int) -> None:
         self.members.add(rank)
@@ -136,32 +144,32 @@ class AveragingBook:
     def leave(self, rank: int) -> None:
         """`rank` is not waited for any more. A round that has started ends with it, one that has not without it."""
         self._remove(rank)
-        self._start_if_all_here()
+        self._start()
 
     def dead(self, rank: int) -> None:
         """`rank` left and will not report; whoever comes under this rank later begins anew."""
-        self._settled.pop(rank, None)
-        self._holds.pop(rank, None)
+        for known in (self._settled, self._holds, self._last):
+            known.pop(rank, None)
         self._remove(rank)
         self._drop_from_attempt(rank)
-        self._start_if_all_here()
+        self._start()
 
     def arrive(self, rank: int, turn: int, holds: int = 0) -> None:
         """`rank` has a vector for its average number `turn`, counted from 1; it has given up all earlier ones.
 
         It has the average of round `holds`, 0 for none.
         """
-        attempt = self._attempt
-        started = attempt.turns.get(rank, 0) if attempt is not None else 0
+        attempt = self._under_way.get(rank)
+        started = attempt.turns[rank] if attempt is not None else 0
         if rank not in self.members or turn <= max(started, self._settled.get(rank, (0, 0))[0]):
             return
         self._arrived[rank], self._holds[rank] = turn, holds
         self._drop_from_attempt(rank)
-        self._start_if_all_here()
+        self._start()
 
     def report(self, rank: int, attempt_number: int, success: bool) -> None:
         """`rank` has ended its part of an attempt; after a failure it has left the ring as well."""
-        attempt = self._attempt
+        attempt = self._under_way.get(rank)
         if attempt is None or attempt.number != attempt_number or rank not in attempt.unreported:
             return
         attempt.unreported.discard(rank)
@@ -173,8 +181,8 @@ class AveragingBook:
         settled = self._settled.get(rank, (0, 0))
         if settled[0] == turn:
             return Verdict(Phase.DONE, round=settled[1])
-        attempt = self._attempt
-        if attempt is not None and attempt.turns.get(rank) == turn:
+        attempt = self._under_way.get(rank)
+        if attempt is not None and attempt.turns[rank] == turn:
             if rank not in attempt.unreported:
                 return Verdict(Phase.WAIT)
             phase, (common, complete) = Phase.VOID if attempt.void else Phase.GO, attempt.in_common
@@ -183,46 +191,52 @@ class AveragingBook:
 
     def reducing(self, rank: int, epoch: int) -> bool:
         """`rank` is to reduce in the ring of that epoch: it was told to go and has not reported, and nobody failed."""
-        attempt = self._attempt
+        attempt = self._under_way.get(rank)
         return attempt is not None and not attempt.void and rank in attempt.unreported and epoch == attempt.epoch
 
     def _remove(self, rank: int) -> None:
         self.members.discard(rank)
         self._arrived.pop(rank, None)
-        if rank in self._ring:
-            self._ring = ()  # who leaves may close its end, so that the ring serves nobody any more
+        self._drop_rings({rank})  # who leaves may close its end, so that the ring serves nobody any more
+
+    def _drop_rings(self, of: Collection[int]) -> None:
+        self._rings = {ring: epoch for ring, epoch in self._rings.items() if not set(ring) & set(of)}
 
     def _drop_from_attempt(self, rank: int) -> None:
-        attempt = self._attempt
-        if attempt is None or attempt.turns.pop(rank, None) is None:
+        attempt = self._under_way.pop(rank, None)
+        if attempt is None:
             return
+        del attempt.turns[rank]
         attempt.unreported.discard(rank)
         attempt.void |= bool(attempt.unreported)  # those may wait in vain for what it was to send
         self._end_if_all_reported(attempt)
 
-    def _start_if_all_here(self) -> None:
-        if self._attempt is not None or not self._arrived or not self.members <= self._arrived.keys():
-            return
-        ring = tuple(sorted(self._arrived))
-        if ring != self._ring:
-            self.epoch += 1
-            self._ring = ring
-        self._attempts += 1
-        in_common = self._last.common(ring, self._holds)
-        self._attempt = _Attempt(self._attempts, self.epoch, ring, dict(self._arrived), set(ring), in_common)
-        self._arrived.clear()
+    def _start(self) -> None:
+        while chosen := self._meeting.choose(tuple(self._arrived), self.members):
+            ring = tuple(sorted(chosen))
+            if ring not in self._rings:
+                self._drop_rings(ring)  # each of them has but one
+                self.epoch += 1
+                self._rings[ring] = self.epoch
+            self._attempts += 1
+            in_common = self._last.get(ring[0], LastAverage()).common(ring, self._holds)
+            turns = {rank: self._arrived.pop(rank) for rank in ring}
+            attempt = _Attempt(self._attempts, self._rings[ring], ring, turns, set(ring), in_common)
+            self._under_way.update(dict.fromkeys(ring, attempt))
 
     def _end_if_all_reported(self, attempt: _Attempt) -> None:
         if attempt.unreported:
             return
-        self._attempt = None
+        for rank in attempt.turns:
+            del self._under_way[rank]
         if attempt.void:
-            self._ring = ()
+            self._rings.pop(attempt.ring, None)
             self._arrived.update({rank: turn for rank, turn in attempt.turns.items() if rank in self.members})
         elif attempt.turns:
-            self._last = LastAverage(self.round + 1, attempt.ring)
+            self.round += 1
+            self._last.update(dict.fromkeys(attempt.turns, LastAverage(self.round, attempt.ring)))
             self._settled.update({rank: (turn, self.round) for rank, turn in attempt.turns.items()})
-        self._start_if_all_here()
+        self._start()
 
 
 class AveragingService:
@@ -233,17 +247,20 @@ class AveragingService:
     Args:
         members: ranks that the first round waits for, also if they come late.
         banned: connections that are not listened to.
+        meeting: as in `AveragingBook`.
     """
 
-    def __init__(self, members: Iterable[int] = (), banned: Iterable[str] = ()) -> None:
-        self._book = AveragingBook(members)
+    def __init__(
+        self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting | None = None
+    ) -> None:
+        self._book = AveragingBook(members, meeting)
         self._lock = threading.Lock()
         self._clients: dict[int, str] = {}
         self._dead = set(banned)
         self._waiting: dict[int, tuple[int, str, Promise[Verdict]]] = {}
         self._given_up: list[Promise[Verdict]] = []
         self._readers: list[tuple[int, int, str, tuple[str, ...], Promise[tuple[bytes, ...]]]] = []
-        self._board_epoch, self._notes = 0, dict[str, bytes]()
+        self._boards: dict[int, dict[str, bytes]] = {}  # notes by the epoch of their ring
         self._places: dict[int, tuple[str, str]] = {}
 
     @property
@@ -327,11 +344,12 @@ class AveragingService:
         with self._changing():
             if not self._reducing(rank, epoch, client):
                 return
-            if epoch != self._board_epoch:  # older rings are forgotten
-                self._board_epoch, self._notes = epoch, {}
-            if len(self._notes) >= BOARD_NOTES or max(len(key), len(value)) > NOTE_BYTES:
+            if epoch not in self._boards:
+                self._boards = {one: notes for one, notes in self._boards.items() if one in self._book.epochs}
+            notes = self._boards.setdefault(epoch, {})
+            if len(notes) >= BOARD_NOTES or max(len(key), len(value)) > NOTE_BYTES:
                 raise DataError(f"a ring's board holds at most {BOARD_NOTES} notes of {NOTE_BYTES} bytes")
-            self._notes[key] = value
+            notes[key] = value
 
     @served(once=False, quick=True, timeout_s=PATIENCE_S)
     def notes(self, client: Client, rank: int, epoch: int, keys: tuple[str, ...]) -> Pending[tuple[bytes, ...]]:
@@ -358,7 +376,7 @@ class AveragingService:
                     answers.append((answer, verdict))
             readers, self._readers = self._readers, []
             for rank, epoch, client, keys, read in readers:
-                notes = self._notes if epoch == self._board_epoch else {}
+                notes = self._boards.get(epoch, {})
                 if not self._reducing(rank, epoch, client):
                     answers.append((read, RingBroken(f"ring {epoch} is void")))
                 elif all(key in notes for key in keys):

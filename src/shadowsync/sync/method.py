@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.dense import CentralCopy
+from shadowsync.sync.meeting import Everybody, Meeting
 
 State = Mapping[str, Tensor]
 
@@ -25,9 +26,10 @@ class Group:
     servers: CentralCopy
 
     def mean(self, weights: Tensor) -> Tensor:
-        """The average of the `[P]` vectors of all trainers still in the group; not to be changed.
+        """The average of the `[P]` vectors of all trainers still in the group, or of those of them that meet; not to be
+        changed.
 
-        Returns when all of them have called it; those that leave meanwhile are not waited for.
+        Returns when all of these have called it; those that leave meanwhile are not waited for.
 
         Raises:
             Left: this trainer left before (`sync.rendezvous`). A method lets it pass, with replica and state as they
@@ -146,6 +148,10 @@ class SyncMethod(ABC):
     def resolved(self, trainers: int, foreground: bool) -> Self:
         """The method with every default that depends on the job's size or on the schedule filled in."""
         return self
+
+    def meeting(self) -> Meeting:
+        """Who meet in an average of a collective method; a new one for each job."""
+        return Everybody()
 
     @abstractmethod
     def init(self, weights: Tensor) -> State:

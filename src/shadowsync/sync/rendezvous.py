@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, TypeVar
 
+from shadowsync.sync.meeting import Everybody, Meeting
+
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
@@ -14,7 +16,8 @@ class Left(Exception):
 
 
 class Rendezvous(Generic[Given, Result]):
-    """Members arrive with a value; when all present ones have, one of them combines the values for everybody.
+    """Members arrive with a value; when all present ones have, or those that are to meet, one of them combines the
+    values for them.
 
     Args:
         members: who takes part.
@@ -23,6 +26,7 @@ class Rendezvous(Generic[Given, Result]):
         waiting: entered while a member waits for others to come, left as soon as the last of them is there.
         resting: entered while a member waits, for others or for the result. Not for values that change until they are
             combined, nor where the result is applied by each member: whoever rests counts as standing still.
+        meeting: who of those that have arrived meet.
     """
 
     def __init__(
@@ -31,7 +35,9 @@ class Rendezvous(Generic[Given, Result]):
         combine: Callable[[Mapping[int, Given]], Result],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        meeting: Meeting | None = None,
     ) -> None:
+        self._meeting = meeting or Everybody()
         self._members, self._combine = set(members), combine
         self._waiting, self._resting = waiting, resting
         self._waits: dict[int, ExitStack] = {}
@@ -41,7 +47,7 @@ class Rendezvous(Generic[Given, Result]):
         self._condition = threading.Condition()
 
     def arrive(self, member: int, value: Given) -> Result:
-        """Waits for all present members and returns the combined result; what `combine` raises, all of them raise.
+        """Waits for those it meets and returns the combined result; what `combine` raises, all of them raise.
 
         Raises:
             Left: the member is not present, or left (called by another thread) before all were there.
@@ -83,16 +89,15 @@ class Rendezvous(Generic[Given, Result]):
             self._meet(complete)
 
     def _take_if_all_here(self) -> Mapping[int, Given] | None:
-        """The values, if nobody is missing; their members then depend on nobody but the caller, who combines them."""
-        if self._combining or not self._given or not self._members <= self._given.keys():
+        """The values of those that meet, if nobody is missing; they then depend on nobody but the caller, who combines
+        them."""
+        if self._combining or not (chosen := self._meeting.choose(tuple(self._given), self._members)):
             return None
-        given = dict(sorted(self._given.items()))
-        self._given.clear()
+        given = {member: self._given.pop(member) for member in sorted(chosen)}
         self._combining = True
         # Here and not where they wake up: until then others could arrive again, and so for ever.
-        for wait in self._waits.values():
-            wait.close()
-        self._waits.clear()
+        for member in given:
+            self._waits.pop(member, ExitStack()).close()
         return given
 
     def _meet(self, given: Mapping[int, Given]) -> None:

@@ -1,0 +1,92 @@
+"""Averages of small groups, so that a trainer behind a slow link holds up no more than its group."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field
+from torch import Tensor
+
+from shadowsync.errors import ConfigError
+from shadowsync.sync.meeting import Meeting
+from shadowsync.sync.method import Group, State, SyncMethod
+
+
+@dataclass(frozen=True)
+class DivideAndShuffle(SyncMethod):
+    """Divide-and-shuffle synchronisation (DS-Sync, arXiv 2007.03298): `c = mean of w_j over a small group;
+    w_i ← (1−α) w_i + α c`, in another group each time.
+
+    The paper draws all groups anew before each iteration, and so waits for the slowest one each time; ours take those
+    who have come, as in Moshpit and other gossip methods: whoever waits longest, with those whom it has not met for the
+    longest time. So trainers of other groups go on, and as long as nobody is slow all mix. α is ours, as in `ma`.
+    """
+
+    name: ClassVar[str] = "ds_sync"
+    collective: ClassVar[bool] = True
+
+    group: Annotated[
+        int | None,
+        Field(ge=2, description="trainers that average together; more mix faster and wait longer; null: √trainers"),
+    ] = None
+    alpha: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            le=1,
+            description="step towards the group's average; more pulls harder; null: 0.5 in the background, else 1",
+        ),
+    ] = None
+
+    def resolved(self, trainers: int, foreground: bool) -> Self:
+        if self.group is not None and self.group > trainers > 1:
+            raise ConfigError(
+                f"sync.group={self.group} is more than there are trainers ({trainers}): lower it, or set "
+                "sync.method=ma, where all average together"
+            )
+        alpha = (1.0 if foreground else 0.5) if self.alpha is None else self.alpha
+        return replace(self, alpha=alpha, group=self.group or max(2, round(math.sqrt(trainers))))
+
+    def meeting(self) -> Meeting:
+        assert self.group is not None, "resolved() fills group in"
+        return Groups(self.group)
+
+    def init(self, weights: Tensor) -> State:
+        return {}
+
+    def sync(self, weights: Tensor, group: Group, state: State) -> State:
+        assert self.alpha is not None, "resolved() fills alpha in"
+        group.approach(weights, group.mean(weights), self.alpha)
+        return state
+
+
+class Groups(Meeting):
+    """So many at a time: the one that has waited longest, with those whom it has not met for the longest time.
+
+    The same ones meet no more than twice in a row, as long as another one may still come: ever again would part those
+    who come at the same time from all others, never again would have them wait. Where fewer are left than a group, all
+    of them meet.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._meetings = size, 0
+        self._met: dict[frozenset[int], int] = {}  # number of the last meeting of two
+        self._last: dict[int, list[frozenset[int]]] = {}  # the last two of each
+
+    def choose(self, waiting: Sequence[int], members: Collection[int]) -> Collection[int]:
+        for first in waiting if len(waiting) >= min(self._size, len(members)) else ():
+            others = sorted((rank for rank in waiting if rank != first), key=lambda rank: self._since(first, rank))
+            group = frozenset((first, *others[: self._size - 1]))
+            if self._last.get(first) != [group, group] or set(members) <= set(waiting):
+                self._note(group)
+                return group
+        return ()
+
+    def _since(self, first: int, second: int) -> int:
+        return self._met.get(frozenset((first, second)), -1)
+
+    def _note(self, group: frozenset[int]) -> None:
+        self._meetings += 1
+        self._last.update({rank: [*self._last.get(rank, ())[-1:], group] for rank in group})
+        self._met.update({frozenset((one, other)): self._meetings for one in group for other in group if one < other})

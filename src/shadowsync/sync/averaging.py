@@ -250,9 +250,7 @@ class AveragingService:
         meeting: as in `AveragingBook`.
     """
 
-    def __init__(
-        self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting | None = None
-    ) -> None:
+    def __init__(self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting | None = None) -> None:
         self._book = AveragingBook(members, meeting)
         self._lock = threading.Lock()
         self._clients: dict[int, str] = {}

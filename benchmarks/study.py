@@ -31,7 +31,12 @@ HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parent, HERE / "records"
 PAGE, IMAGES = ROOT / "docs" / "measurements.md", ROOT / "docs" / "img"
 CODE = "src/shadowsync/"
-TRAINS = (f"{CODE}sync", f"{CODE}training", f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py")
+ENDING_S = 60.0
+"""How long a script may take to end when it is told to."""
+TRAINS = (
+    *(f"{CODE}sync/{name}.py" for name in ("easgd", "ma", "bmuf", "background", "every_k")),
+    *(f"{CODE}training", f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
+)
 """Of every result that is a quality."""
 
 
@@ -116,7 +121,11 @@ def run(name: str, until: float) -> int:
     try:
         status = process.wait(max(1.0, until - time.monotonic()))
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.send_signal(signal.SIGINT)
+        process.terminate()
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
         status = process.wait() or 1
     if added := runs_of(name) - before:
         session = {"commit": told[0], "processor": told[1], "date": str(told[2]), "runs": added}
@@ -185,6 +194,7 @@ def main() -> None:
     parts.add_parser("write")
     parts.add_parser("stale")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which a shell's background jobs ignore
     if arguments.part == "run":
         if unknown := set(arguments.names) - EXPERIMENTS.keys():
             parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(EXPERIMENTS)}")

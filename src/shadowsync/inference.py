@@ -317,8 +317,8 @@ class Trained:
             Given("data", data).keep(path)
             try:
                 return self._evaluate(self.rows(path), "data")
-            except DataError as error:
-                raise DataError(str(error).replace(str(path), "data")) from error
+            except (DataError, ConfigError) as error:
+                raise type(error)(str(error).replace(str(path), "data").replace("the file has", "they have")) from error
 
     def _evaluate(self, opened: OpenSource, place: str) -> TestMetrics:
         if not opened.labelled:

@@ -60,7 +60,8 @@ PARTS: Mapping[str, torch.dtype] = {
 }
 """What is kept of each row: whose it is, the sample at which it was looked up last, how often it was (at most once a
 batch), the minute at which it was by the data, if that is known, and a part of what is known of the keys that wait for
-a row of its set (`waiting.Waiting`)."""
+a row of its set (`waiting.Waiting`). In memory they lie beside one another in this order, which look-ups count on: the
+key first, wide ones before narrow ones, all together a multiple of 8 bytes."""
 OF_SETS = frozenset(("candidate", "door"))
 """Of the set that a row is in, and not of the key whose it is."""
 KEY_BYTES = sum(dtype.itemsize for dtype in PARTS.values())

@@ -66,6 +66,23 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "quality": Experiment("quality.py", ("methods",), picture=True),
     "parameters": Experiment("quality.py", ("parameters",)),
     "hogwild": Experiment("quality.py", ("hogwild",)),
+    "slow_link": Experiment(
+        "slow_link.py",
+        depends=(
+            f"{CODE}sync/ds_sync.py",
+            f"{CODE}sync/ma.py",
+            f"{CODE}sync/averaging.py",
+            f"{CODE}sync/background.py",
+        ),
+        root=True,
+    ),
+    "scaling": Experiment(
+        "scaling.py",
+        (*("--trainers", "1", "5", "10", "15", "20", "--rate", "6mbit"), *("--step-ms", "1000", "--steps", "60")),
+        (f"{CODE}sync/easgd.py", f"{CODE}sync/dense.py", f"{CODE}sync/background.py", f"{CODE}sync/every_k.py"),
+        root=True,
+        picture=True,
+    ),
     "moving": Experiment(
         "moving.py",
         ("--seconds", "80"),

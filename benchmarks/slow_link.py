@@ -1,0 +1,113 @@
+"""One trainer among many behind a link ten times slower: what it costs the others, averaged together or in groups.
+
+    python benchmarks/slow_link.py --out FOLDER [--trainers 16] [--rate 60mbit] [--slower 10] [--step-ms 1000] …
+    … --report      prints the table of what has been run so far
+
+Trainers are emulated and links real, as in `scaling.py`: trainers on hosts with as much link for each as `--rate`, and
+the last trainer on a host of its own, whose link is as fast or that many times slower. Averages cross among trainers,
+the elastic exchange goes through a dense server. A finished run is a line of FOLDER/runs.jsonl; started again, the
+script goes on where it stopped. Root rights are needed.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shadowsync.report.files import read_frames
+
+sys.path.insert(0, str(Path(__file__).parent))
+from clustered import Cells, in_sentences, load_average, start_ray, train
+from machine import commit, describe, table
+from namespaces import bits_per_second
+from scaling import BACK_TO_BACK, BATCH, TASK, layout, steady_rate
+from testbed import RayNode, Testbed
+
+BACKGROUND, EVERY_5 = ("sync.schedule=background", BACK_TO_BACK), ("sync.schedule=every_k", "sync.k=5")
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "MA, background": ("sync.method=ma", *BACKGROUND),
+    "DS-Sync, background": ("sync.method=ds_sync", *BACKGROUND),
+    "EASGD, background": ("sync.method=easgd", *BACKGROUND),
+    "MA every 5": ("sync.method=ma", *EVERY_5),
+    "DS-Sync every 5": ("sync.method=ds_sync", *EVERY_5),
+}
+
+
+def run(testbed: Testbed, method: str, given: argparse.Namespace) -> dict[str, Any]:
+    """One run's figures."""
+    overrides = [
+        *(*TASK, *METHODS[method], f"data.rows={given.trainers * given.steps * BATCH}"),
+        *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
+        *("cluster.dense_servers=1", "cluster.trainer_resource=trainer", "cluster.server_resource=server"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        result = train(testbed, out, overrides, timeout_s=900.0)
+        points = [(frame.seconds, frame.samples) for frame in read_frames(out)]
+    return {
+        "commit": commit(),
+        "eps": steady_rate(points, result["data"]["train_samples"]) or result["throughput"]["eps"],
+        "gap": result["sync"]["average_gap"],
+        "auc": result["test"]["auc"],
+        "load": load_average(),
+    }
+
+
+def run_all(given: argparse.Namespace, kept: Cells) -> None:
+    """What is missing, on one testbed for each speed of the link."""
+    for slower in (1.0, given.slower):
+        missing = [method for method in METHODS if kept.read(name_of(method, slower)) is None]
+        if not missing:
+            continue
+        nodes, links = layout(given.trainers - 1, dense_servers=1)
+        nodes = [*nodes, RayNode(cpus=1, resources={"trainer": 1000})]
+        with Testbed(hosts=len(nodes), rate=None) as testbed:
+            for host, multiple in enumerate([*links, 1 / slower]):
+                kilobits = bits_per_second(given.rate) * multiple / 1e3
+                testbed.rate(host, f"{kilobits:.0f}kbit" if multiple else None)
+            start_ray(testbed, nodes)
+            for method in missing:
+                row = {"method": method, "slower": slower, **run(testbed, method, given)}
+                kept.write(name_of(method, slower), row)
+                print(row, file=sys.stderr, flush=True)
+
+
+def name_of(method: str, slower: float) -> str:
+    """Of a run."""
+    return f"{method}, link {slower:g} times slower"
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each method and link, and what is left of the figures with even links."""
+    even = {row["method"]: row for row in rows if row["slower"] == 1}
+    lines = []
+    for row in sorted(rows, key=lambda row: (list(METHODS).index(row["method"]), row["slower"])):
+        base = even.get(row["method"])
+        of_even = ["-", "-"] if base is None else [f"{row[key] / base[key]:.2f}" for key in ("eps", "gap")]
+        speed, gap = (f"{row['eps']:,.0f}", of_even[0]), (f"{row['gap']:.1f}", of_even[1])
+        link = "even" if row["slower"] == 1 else f"1/{row['slower']:g}"
+        lines.append((row["method"], link, *speed, *gap, f"{row['auc']:.4f}", f"{row['load']:.1f}"))
+    return table(["method", "one link", "examples/s", "of even", "sync gap", "of even", "AUC", "load"], lines)
+
+
+def main() -> None:
+    """Runs what is missing and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--trainers", type=int, default=16)
+    parser.add_argument("--rate", default="60mbit", help="of each trainer's link")
+    parser.add_argument("--slower", type=float, default=10.0)
+    parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step")
+    parser.add_argument("--steps", type=int, default=60, help="of each trainer")
+    parser.add_argument("--report", action="store_true")
+    given = parser.parse_args()
+    kept = Cells(given.out)
+    if not given.report:
+        run_all(given, kept)
+    print("\n".join(describe()), report(kept.all()), sep="\n\n")
+
+
+if __name__ == "__main__":
+    in_sentences(main)

@@ -1,6 +1,7 @@
 """What failures of embedding servers cost, with full and with partial recovery (CPR, arXiv 2011.02999).
 
     python benchmarks/partial_recovery.py --emulate --out FOLDER [--seeds 3] [--picture partial_recovery.png]
+    python benchmarks/partial_recovery.py --operating --out FOLDER [--seeds 8] [--rows 500000] [--picture operating.png]
     python benchmarks/partial_recovery.py --real --out FOLDER [--seconds 300]
     … --report      prints the tables of what has been run so far
 
@@ -9,6 +10,10 @@ rows by script in one process, which shows what that does to the model; time is 
 come from a gamma distribution, drawn anew for each seed and alike for all ways to recover; or they are late, after 45 %
 and 90 % of the job, with one whole checkpoint, at the start. The demo's dense columns tell much of what its rows know,
 so the loss of rows hardly shows in its AUC: all but a first table train without them (`data.history=false`).
+
+`--operating`: the same, from the ids alone, where partial recovery is meant to work: target PLS from 0.02 to 0.2, and
+exactly 1 to 40 failures at random moments, each of one server or of four at once, whose cost is told by the correlation
+of PLS and AUC lost; and what priorities save of that. Differences are paired by seed, with intervals of 95 %.
 
 `--real`: three hosts, tables of Criteo Kaggle's sizes, and every 30 s on average one of the hosts loses all processes
 and memory, as where it is preempted, and comes back empty; no failures, full and partial recovery take turns, each
@@ -19,6 +24,7 @@ A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -26,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +42,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, start_ray, train_command
 from failures import Chaos, Failure, RunFiles
-from machine import describe, table
+from machine import commit, describe, table, with_interval
 from testbed import RayNode, Testbed
 from throughput import KAGGLE_ROWS
 
@@ -52,6 +58,8 @@ QUIET = ("report.html=false", "report.tensorboard=false")
 PRIORITIES = ("scar", "mfu", "ssu")
 SHARES = (0.125, 0.25, 0.5)
 """Of the servers that fail at once."""
+SERVERS, TARGETS = 8, (0.02, 0.05, 0.1, 0.2)
+"""At the operating point."""
 MIN_ROWS = 1000
 """Of the demo's tables: those with fewer rows are saved whole."""
 HOSTS, LOST_EVERY_S, AWAY_S = 3, 30.0, 3.0
@@ -77,6 +85,8 @@ class Cell:
         late: failures after 45 % and 90 % of the job, which leaves little time to learn again, and an interval as long
             as the job; else failures are drawn from the gamma distribution.
         history: with the demo's dense columns.
+        failures: exactly so many, at random moments; 0 for those that `late` tells.
+        rows: that are trained on; 0 for all.
     """
 
     way: str
@@ -86,22 +96,33 @@ class Cell:
     late: bool = False
     history: bool = False
     seed: int = 0
+    failures: int = 0
+    rows: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
         task, when = "dense" if self.history else "ids", "late" if self.late else "gamma"
+        if self.rows:
+            when = f"{self.failures}-rows{self.rows}"
         return f"{self.way}-{task}-n{self.servers}-pls{self.target_pls:g}-share{self.share:g}-{when}-seed{self.seed}"
 
     def overrides(self) -> list[str]:
         """The configuration of the run."""
         servers = (f"embedding.servers={self.servers}", "embedding.sharding=row_wise")
         found = [*QUIET, f"data.history={self.history}", f"train.seed={self.seed}", *servers]
+        if self.rows:
+            found.append(f"data.rows={self.rows}")
         if self.way == "none":
             return found
         times = "at:0.45+0.9,unit=epoch" if self.late else f"gamma:mean_epochs={FAIL_S / JOB_S:g}"
+        if self.failures:
+            dice = random.Random(self.seed)
+            moments = sorted(dice.uniform(0.05, 0.98) for _ in range(self.failures))
+            times = f"at:{'+'.join(f'{moment:.4f}' for moment in moments)},unit=epoch"
         inject = f"{times},seed={self.seed + 1},share={self.share:g}"
-        found += [f"recovery.emulate_job_s={JOB_S:g}", f"recovery.prior_fail_s={FAIL_S:g}"]
+        fail_s = JOB_S / self.failures if self.failures else FAIL_S
+        found += [f"recovery.emulate_job_s={JOB_S:g}", f"recovery.prior_fail_s={fail_s:g}"]
         found += [f"recovery.prior_save_s={SAVE_S:g}", f"recovery.prior_load_s={LOAD_S:g}"]
         found += [f"recovery.prior_restart_s={RESTART_S:g}", f"recovery.inject={inject}"]
         return found + self._mode()
@@ -133,6 +154,62 @@ def grid(seeds: int) -> list[Cell]:
     return list(dict.fromkeys(cells))
 
 
+def operating_grid(seeds: int, rows: int) -> list[Cell]:
+    """Failures and targets for every seed; four servers at once; and priorities."""
+    one, four = 1 / SERVERS, 4 / SERVERS
+    found = []
+    for seed in range(seeds):
+        same: dict[str, Any] = {"servers": SERVERS, "seed": seed, "rows": rows}
+        found.append(Cell("none", **same))
+        for failures, target in itertools.product((1, 4, 10, 40), TARGETS):
+            found.append(Cell("vanilla", share=one, target_pls=target, failures=failures, **same))
+        found += [Cell("vanilla", share=four, target_pls=target, failures=4, **same) for target in TARGETS]
+        for way, target in itertools.product(PRIORITIES, TARGETS[1:]):
+            found.append(Cell(way, share=one, target_pls=target, failures=10, **same))
+    return found
+
+
+def operating_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What failures cost without priorities, how PLS and AUC lost go together, and what priorities save."""
+    clean = undisturbed(rows)
+    found: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["way"] != "none" and same_task(row) in clean:
+            key = (row["way"], row["failures"], row["share"], row["target_pls"])
+            found.setdefault(key, {})[row["seed"]] = row
+    lost = {key: {seed: clean[same_task(row)] - row["auc"] for seed, row in by.items()} for key, by in found.items()}
+    lines = [
+        (
+            *(key[0], key[1], round(key[2] * SERVERS), f"{key[3]:g}", len(by)),
+            f"{statistics.fmean(row['pls'] for row in by.values()):.3f}",
+            f"{100 * statistics.fmean(row['overhead'] for row in by.values()):.2f} %",
+            with_interval(list(lost[key].values()), signed=True),
+        )
+        for key, by in sorted(found.items(), key=lambda item: (item[0][0] != "vanilla", *item[0]))
+    ]
+    header = ["way", "failures", "servers at once", "target PLS", "seeds", "PLS", "overhead", "AUC lost"]
+    told = [table(header, lines)]
+    plain = [key for key in found if key[0] == "vanilla"]
+    points = [(row["pls"], lost[key][seed]) for key in plain for seed, row in found[key].items()]
+    means = [
+        (statistics.fmean(r["pls"] for r in found[key].values()), statistics.fmean(lost[key].values())) for key in plain
+    ]
+    if len(means) > 2:
+        each, cells = (statistics.correlation(*zip(*pairs, strict=True)) for pairs in (points, means))
+        told.append(
+            f"r of PLS and AUC lost, without priorities: {each:.2f} of {len(points)} runs, {cells:.2f} of means"
+        )
+    saved = []
+    for key in found:
+        base = lost.get(("vanilla", *key[1:]), {})
+        pairs = [base[seed] - value for seed, value in lost[key].items() if seed in base]
+        if key[0] != "vanilla" and pairs:
+            saved.append((key[0], f"{key[3]:g}", len(pairs), with_interval(pairs, signed=True)))
+    if saved:
+        told.append(table(["priority, 10 failures", "target PLS", "seeds", "AUC saved over vanilla"], sorted(saved)))
+    return "\n\n".join(told)
+
+
 def emulate(cell: Cell) -> dict[str, Any]:
     """Runs one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +222,8 @@ def emulate(cell: Cell) -> dict[str, Any]:
         "auc": result.test.auc,
         "ne": result.test.ne,
         "eps": result.throughput.eps,
-        "failures": result.recovery.failures,
+        "servers lost": result.recovery.failures,
+        "commit": commit(),
         "pls": result.recovery.pls,
         "saves": result.recovery.saves,
         "interval_s": result.recovery.interval_s,
@@ -172,7 +250,7 @@ def emulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = (
             f"{100 * statistics.fmean(row['overhead'] for row in mine):.2f} %",
             f"{statistics.fmean(row['pls'] for row in mine):.3f}",
-            f"{statistics.fmean(row['failures'] for row in mine):.1f}",
+            f"{statistics.fmean(row['servers lost'] for row in mine):.1f}",
             f"{statistics.fmean(row['auc'] for row in mine):.4f}",
             f"{statistics.fmean(differences):+.4f}" if differences else "-",
             f"{max(differences) - min(differences):.4f}" if len(differences) > 1 else "-",
@@ -185,7 +263,7 @@ def emulated_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a run must share with the one without failures that it is compared with."""
-    return row["history"], row["servers"], row["seed"]
+    return row["history"], row["servers"], row["seed"], row.get("rows", 0)
 
 
 def undisturbed(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], float]:
@@ -287,14 +365,25 @@ def real_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def run_emulated(arguments: argparse.Namespace) -> None:
     """Runs what is missing of the grid, and prints."""
+    run_cells(grid(arguments.seeds or 3), emulated_table, arguments)
+
+
+def run_operating(arguments: argparse.Namespace) -> None:
+    """As `run_emulated`, at the operating point."""
+    run_cells(operating_grid(arguments.seeds or 8, arguments.rows), operating_tables, arguments)
+
+
+def run_cells(
+    cells: Sequence[Cell], tables: Callable[[Sequence[Mapping[str, Any]]], str], arguments: argparse.Namespace
+) -> None:
+    """Runs what is missing of them, and prints."""
     kept = Cells(arguments.out)
-    cells = grid(arguments.seeds)
     for cell in [] if arguments.report else cells:
         if kept.read(cell.name) is None:
             kept.write(cell.name, emulate(cell))
             print(cell.name, kept.read(cell.name), file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
-    print(emulated_table(rows))
+    print(tables(rows))
     if arguments.picture is not None:
         picture(rows, arguments.picture)
 
@@ -303,7 +392,9 @@ def run_real(arguments: argparse.Namespace) -> None:
     """Runs what is missing, in turn, and prints."""
     kept = Cells(arguments.out)
     names = [
-        (f"{mode}-{number}", mode, number) for number in range(arguments.seeds) for mode in ("none", "partial", "full")
+        (f"{mode}-{number}", mode, number)
+        for number in range(arguments.seeds or 3)
+        for mode in ("none", "partial", "full")
     ]
     for name, mode, number in [] if arguments.report else names:
         if kept.read(name) is None:
@@ -317,14 +408,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--emulate", dest="run", action="store_const", const=run_emulated)
+    what.add_argument("--operating", dest="run", action="store_const", const=run_operating)
     what.add_argument("--real", dest="run", action="store_const", const=run_real)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="3, at the operating point 8")
+    parser.add_argument("--rows", type=int, default=500_000, help="of the demo at the operating point")
     parser.add_argument("--seconds", type=float, default=300.0, help="about how long an undisturbed real run trains")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    print("\n".join(describe()))
+    print("\n".join(describe()), end="\n\n")
     arguments.run(arguments)
 
 

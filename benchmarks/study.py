@@ -66,6 +66,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "quality": Experiment("quality.py", ("methods",), picture=True),
     "parameters": Experiment("quality.py", ("parameters",)),
     "hogwild": Experiment("quality.py", ("hogwild",)),
+    "operating_point": Experiment(
+        "partial_recovery.py", ("--operating",), (*TRAINS, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py")
+    ),
     "slow_link": Experiment(
         "slow_link.py",
         depends=(

@@ -66,6 +66,20 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "quality": Experiment("quality.py", ("methods",), picture=True),
     "parameters": Experiment("quality.py", ("parameters",)),
     "hogwild": Experiment("quality.py", ("hogwild",)),
+    "switching": Experiment(
+        "switching.py",
+        ("--tasks", "demo", "synthetic", "--workers", "16", "64"),
+        (*TRAINS, f"{CODE}aggregation"),
+        picture=True,
+    ),
+    "stragglers": Experiment("stragglers.py", depends=(f"{CODE}aggregation", f"{CODE}training"), picture=True),
+    "compression": Experiment("compression.py", ("quality",), (*TRAINS, f"{CODE}compression"), picture=True),
+    "chaos": Experiment(
+        "chaos.py",
+        depends=(f"{CODE}cluster", f"{CODE}recovery", f"{CODE}rpc", f"{CODE}sync/averaging.py"),
+        root=True,
+        picture=True,
+    ),
     "operating_point": Experiment(
         "partial_recovery.py", ("--operating",), (*TRAINS, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py")
     ),

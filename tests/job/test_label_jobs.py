@@ -65,6 +65,15 @@ FAMILIES_OF_METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "accumulated": {"train": {"accumulate": 3}},
     "gba": {"aggregation": {"method": "gba"}, "train": {"trainers": 2}},
     "sync steps": {"aggregation": {"method": "sync"}, "train": {"workers": 2}},
+    "codecs": {
+        "compression": {"dense": {"name": "threshold", "keep": 0.3}, "pull": {"name": "int8"}, "push": {"name": "int8"}},
+        "sync": {"method": "easgd"},
+        "train": {"trainers": 2},
+    },
+    "a server that is lost": {
+        "embedding": {"servers": 2},
+        "recovery": {"mode": "partial", "inject": "at:0.7,unit=epoch,index=1", "interval_s": 0.05, "priority": "mfu"},
+    },
 }
 
 
@@ -77,6 +86,9 @@ def test_several_labels_are_learnt_by_every_family_of_methods(
     if "aggregation" in config:
         config = by_gradients(config, config["aggregation"]["method"])
     result = Job(config, out=tmp_path / "out").run()
+    if "recovery" in sections:
+        assert result.recovery is not None
+        assert result.recovery.failures == 1
     tasks = result.test.tasks
     assert list(tasks) == ["label", "watched", "visits"]
     assert result.test.auc == tasks["label"].auc > 0.75

@@ -159,8 +159,6 @@ class Trained:
         if isinstance(model, str):
             model = named_module(self.config)
         chosen = trained_source(saved, choose_all(self.config, own_model=model is not None))
-        if isinstance(chosen.source, TableOptions):  # whose times only training needs
-            chosen = replace(chosen, source=replace(chosen.source, time=None))
         self.choices: Choices = as_trained(chosen, self.config, state.layout)
         self.schema: Schema = state.schema
         # A model's columns follow the order of the tables, which the servers' files do not keep.

@@ -188,6 +188,9 @@ def test_ids_that_are_gone_for_a_time_of_the_data_lose_their_rows(tmp_path: Path
     fails(Job(config | {"data": none}, out=tmp_path / "x").run, ConfigError, "data.time=at has no effect")
     without = {key: value for key, value in config["data"].items() if key != "time"}
     fails(Job(config | {"data": without}, out=tmp_path / "x").run, ConfigError, "as data.time=timestamp")
+    timeless, file = frame.drop("at"), tmp_path / f"later{files[0].suffix}"
+    timeless.write_csv(file) if form == "text" else timeless.write_parquet(file)
+    config["data"]["test_path"] = str(file)  # test rows need no time
     Job(config, out=tmp_path / "out").run()
     tight = {**columns, "user": {**columns["user"], "capacity": 16, "evict": "never"}}
     config["data"] = {**config["data"], "columns": tight}
@@ -196,7 +199,7 @@ def test_ids_that_are_gone_for_a_time_of_the_data_lose_their_rows(tmp_path: Path
     assert len(Trained(tmp_path / "out").predict({"user": [3, 21], "price": [0.1, 0.2]})) == 2, (
         "predictions need no time"
     )
-    measured = Trained(tmp_path / "out").evaluate(frame.drop("at"))
+    measured = Trained(tmp_path / "out").evaluate(timeless)
     assert measured.samples == rows, "nor does evaluation"
 
 

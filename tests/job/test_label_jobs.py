@@ -66,7 +66,10 @@ FAMILIES_OF_METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "gba": {"aggregation": {"method": "gba"}, "train": {"trainers": 2}},
     "sync steps": {"aggregation": {"method": "sync"}, "train": {"workers": 2}},
     "codecs": {
-        "compression": {"dense": {"name": "threshold", "keep": 0.3}, "pull": {"name": "int8"}, "push": {"name": "int8"}},
+        "compression": {
+            "dense": {"name": "threshold", "keep": 0.3},
+            **{key: {"name": "int8"} for key in ("pull", "push")},
+        },
         "sync": {"method": "easgd"},
         "train": {"trainers": 2},
     },

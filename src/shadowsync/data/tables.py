@@ -5,8 +5,8 @@ A format is a `TableFile`, which gives rows of a file as data frames, and a `Tab
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import polars as pl
@@ -101,7 +101,7 @@ class TableSource(TableOptions, FileOptions, Source):
         if train and self.test_partitions and self.test_path is None:
             chosen = self._untested(files, chosen)
         source, tables = self.opened(chosen)
-        return OpenTable(source, tables, on_bad_row)
+        return OpenTable(source if train else replace(source, time=None), tables, on_bad_row)
 
     def _untested(self, files: Sequence[File], chosen: Sequence[Found]) -> list[Found]:
         """The chosen ones without those that hold test rows; raises `DataError` if `partitions` names such, too."""
@@ -119,12 +119,20 @@ class TableSource(TableOptions, FileOptions, Source):
         return {}
 
     def at(self, path: str | tuple[str, ...]) -> Source:
-        """The same columns in other files, in all of them, of the format that their names end in, else of this one."""
+        """The same columns in other files, in all of them, of the format that their names end in, else of this one.
+        Nothing is trained there, so it does not matter when rows were."""
         first = (path if isinstance(path, str) else path[0]).lower()
         formats = members("shadowsync.data", TableSource).values()
         kind = next((other for other in formats if first.endswith(other.endings)), type(self))
         options = {option.name: getattr(self, option.name) for option in fields(kind) if hasattr(self, option.name)}
-        return kind(**{**options, "path": path, "test_path": None, "partitions": {}, "test_partitions": {}})
+        elsewhere: dict[str, Any] = {
+            "path": path,
+            "test_path": None,
+            "partitions": {},
+            "test_partitions": {},
+            "time": None,
+        }
+        return kind(**{**options, **elsewhere})
 
     @abstractmethod
     def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:

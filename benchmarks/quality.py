@@ -195,7 +195,7 @@ def line(way: Way, runs: Mapping[int, Mapping[str, Any]], single: Mapping[int, M
         *(str(trainers), str(workers), *names, f"{statistics.mean(r['gap'] or 0 for r in runs.values()):.1f}"),
         *(with_interval(aucs), f"{min(aucs):.4f}", difference(runs, single)),
         with_interval([row["ne"] for row in runs.values()]),
-        str(sum(auc < statistics.median(aucs) - COLLAPSED for auc in aucs)),
+        str(sum(auc < statistics.median(aucs) - COLLAPSED for auc in aucs)) if len(aucs) > 2 else "-",
     ]
 
 

@@ -375,6 +375,13 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
             f"compression.dense={config.compression.dense.name} has no effect with sync.method={method.name}, which "
             "sends nothing of the dense part: leave it out"
         )
+    whole = all(level.everything or level.elementwise for level in codecs["dense"].levels)
+    if merged and not method.together and not whole:
+        raise ConfigError(
+            f"compression.dense={codecs['dense'].name} would hardly save bytes with sync.method={method.name}: it takes "
+            "differences from an average that all of a group have, and groups change; set compression.dense=bf16, or "
+            "leave it out"
+        )
     if codecs["dense"].sparse and merged and not method.takes_differences:
         raise ConfigError(
             f"compression.dense={codecs['dense'].name} goes with aggregation.method, and with sync.method=ma, bmuf, or "

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sync_threads import TIMEOUT_S, run_all
 
+from shadowsync.choices import choose_all
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
+from shadowsync.config import parse
 from shadowsync.errors import ConfigError
+from shadowsync.rpc.served import Client
 from shadowsync.sync.all_reduce import LocalAverages
-from shadowsync.sync.averaging import AveragingBook, Phase
+from shadowsync.sync.averaging import AveragingBook, AveragingService, Phase
 from shadowsync.sync.ds_sync import DivideAndShuffle, Groups
 from shadowsync.sync.meeting import Everybody, Meeting
 from shadowsync.sync.method import Group
@@ -138,3 +141,23 @@ def test_what_cannot_be_is_said() -> None:
         DivideAndShuffle(group=5).resolved(4, foreground=False)
     assert DivideAndShuffle().resolved(16, foreground=False).group == 4
     assert DivideAndShuffle().resolved(1, foreground=False).group == 2
+
+
+def test_trainers_of_one_machine_do_not_read_each_others_memory() -> None:
+    """Its owner may be in the next group before all of the last have read."""
+    for meeting, near in ((Groups(2), ()), (Everybody(), ("memory 0", "memory 1"))):
+        service = AveragingService(range(2), meeting=meeting)
+        for rank in range(2):
+            service.place(rank, "machine", f"memory {rank}")
+        said = [service.arrive(Client(f"{rank}"), rank, 1, 0) for rank in range(2)]
+        assert [answer.result().near for answer in said] == [near] * 2
+        assert all(answer.result().leaders == ((0, 1) if not near else (0,)) for answer in said)
+
+
+@pytest.mark.parametrize("codec", ["int8", "threshold"])
+def test_codecs_of_differences_are_refused(codec: str) -> None:
+    config = parse({"data": {"name": "synthetic"}, "sync": {"method": "ds_sync"}, "compression": {"dense": codec}})
+    with pytest.raises(
+        ConfigError, match=f"compression.dense={codec} would hardly save bytes with sync.method=ds_sync"
+    ):
+        choose_all(config, own_model=False)

@@ -251,7 +251,10 @@ class AveragingService:
     """
 
     def __init__(self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting | None = None) -> None:
+        meeting = meeting or Everybody()
         self._book = AveragingBook(members, meeting)
+        # a leader of the next group would overwrite what another one of the last has not read yet
+        self._see_each_other = meeting.together
         self._lock = threading.Lock()
         self._clients: dict[int, str] = {}
         self._dead = set(banned)
@@ -281,7 +284,7 @@ class AveragingService:
         trainers, or of none."""
         with self._lock:
             self._places.pop(rank, None)
-            if path is not None:
+            if path is not None and self._see_each_other:
                 self._places[rank] = machine, path
 
     def client_gone(self, client: str) -> None:

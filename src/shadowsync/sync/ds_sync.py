@@ -1,4 +1,4 @@
-"""Averages of small groups, so that a trainer behind a slow link holds up no more than its group."""
+"""Averages of small groups, so that a trainer behind a slow link holds up those who meet it, and not all."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -20,11 +20,14 @@ class DivideAndShuffle(SyncMethod):
 
     The paper draws all groups anew before each iteration, and so waits for the slowest one each time; ours take those
     who have come, as in Moshpit and other gossip methods: whoever waits longest, with those whom it has not met for the
-    longest time. So trainers of other groups go on, and as long as nobody is slow all mix. α is ours, as in `ma`.
+    longest time. So trainers of other groups go on, and as long as nobody is slow all mix; where there is but one other
+    group, it waits after its second meeting. α is ours, as in `ma`. Vectors cross whole, in a ring that is built for
+    each meeting, also among trainers of one machine.
     """
 
     name: ClassVar[str] = "ds_sync"
     collective: ClassVar[bool] = True
+    together: ClassVar[bool] = False
 
     group: Annotated[
         int | None,

@@ -2,10 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 
 class Meeting(ABC):
-    """A rule for one job; it may remember who has met whom."""
+    """A rule for one job; it may remember who has met whom.
+
+    Attributes:
+        together: all members meet, so that there is one average at a time.
+    """
+
+    together: ClassVar[bool] = False
 
     @abstractmethod
     def choose(self, waiting: Sequence[int], members: Collection[int]) -> Collection[int]:
@@ -22,6 +29,8 @@ class Meeting(ABC):
 
 class Everybody(Meeting):
     """All members meet each time."""
+
+    together: ClassVar[bool] = True
 
     def choose(self, waiting: Sequence[int], members: Collection[int]) -> Collection[int]:
         return waiting if set(members) <= set(waiting) else ()

@@ -131,6 +131,7 @@ class SyncMethod(ABC):
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
         active: there is something to do at all.
+        together: all trainers meet in each synchronisation of a collective method, so that all have the same average.
         codec_options: of a sparse `compression.dense`, where the user does not give them.
     """
 
@@ -138,6 +139,7 @@ class SyncMethod(ABC):
     active: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
+    together: ClassVar[bool] = True
     codec_options: ClassVar[Mapping[str, Any]] = {}
 
     @property

@@ -378,8 +378,8 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
     whole = all(level.everything or level.elementwise for level in codecs["dense"].levels)
     if merged and not method.together and not whole:
         raise ConfigError(
-            f"compression.dense={codecs['dense'].name} would hardly save bytes with sync.method={method.name}: it sends "
-            "differences from an average that all of a group have, and groups change; set compression.dense=bf16, or "
+            f"compression.dense={codecs['dense'].name} would hardly save bytes with sync.method={method.name}: it "
+            "sends differences from an average that all have, and groups change; set compression.dense=bf16, or "
             "leave it out"
         )
     if codecs["dense"].sparse and merged and not method.takes_differences:

@@ -10,11 +10,11 @@ arriving and old ones are shown no more; the test rows come after the others. Ea
 share of its distinct training ids: hashed (`hash`), or for those that come often (`lfu`) or lately (`lru`). `own` is a
 table with a row for each. speed: 26 features in turn with 200,000 rows each, dynamic with room for all ids, and dynamic
 with 4,096 rows that they fight for; nearly all ids of a job of some seconds are new in its first half, as they are in
-the first minutes of a long one. moves: a job whose ids
-compete for rows is killed with `kill -9` again and again and goes on in another number of servers each time; whose row
-each is, how often it was looked up, and its numbers are compared with those of a job that nobody disturbed. roles:
-single processes of such a job are killed while it trains; no key may have two rows, none may be where it is not looked
-up, and where there is room for all of them every id of the training rows has its row.
+the first minutes of a long one. moves: a job whose ids compete for rows is killed with `kill -9` again and again and
+goes on in another number of servers each time; whose row each is, how often it was looked up, and its numbers are
+compared with those of a job that nobody disturbed. roles: single processes of such a job are killed while it trains; no
+key may have two rows, none may be where it is not looked up, and where there is room for all of them every id of the
+training rows has its row.
 """
 
 import argparse

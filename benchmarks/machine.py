@@ -25,11 +25,6 @@ def describe() -> list[str]:
     return [f"{name}: {value}" for name, value in facts.items()]
 
 
-def described_processor() -> str:
-    """Its name, family and model."""
-    return str(machine()["processor"])
-
-
 def commit() -> str:
     """The commit that is checked out, with `+` behind it if files but records differ from it, or `unknown`."""
     here = Path(__file__).parent

@@ -21,11 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from machine import commit, described_processor
+from clustered import Cells
+from machine import commit
+
+from shadowsync.report.result import machine
 
 HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parent, HERE / "records"
@@ -133,8 +136,7 @@ def sessions_of(name: str) -> list[Session]:
 
 def runs_of(name: str) -> int:
     """How many are on record."""
-    path = folder_of(name) / "runs.jsonl"
-    return path.read_text("utf-8").count("\n") if path.exists() else 0
+    return len(Cells(folder_of(name)).all())
 
 
 def command(name: str, *more: str) -> list[str]:
@@ -150,7 +152,8 @@ def run(name: str, until: float) -> int:
     if EXPERIMENTS[name].root and os.geteuid() != 0:
         print(f"{name} is skipped: it lays out hosts of its own, which takes root rights", file=sys.stderr)
         return 1
-    before, told = runs_of(name), (commit(), described_processor(), datetime.datetime.now(datetime.UTC).date())
+    before = runs_of(name)
+    told = commit(), str(machine()["processor"]), str(datetime.datetime.now(datetime.UTC).date())
     process = subprocess.Popen(command(name))
     try:
         status = process.wait(max(1.0, until - time.monotonic()))
@@ -162,9 +165,8 @@ def run(name: str, until: float) -> int:
             process.kill()
         status = process.wait() or 1
     if added := runs_of(name) - before:
-        session = {"commit": told[0], "processor": told[1], "date": str(told[2]), "runs": added}
         with (folder_of(name) / "sessions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(session) + "\n")
+            file.write(json.dumps(asdict(Session(*told, added))) + "\n")
     return status
 
 

@@ -376,7 +376,7 @@ def _choose_codecs(config: Config, method: SyncMethod) -> dict[str, Codec]:
             "sends nothing of the dense part: leave it out"
         )
     whole = all(level.everything or level.elementwise for level in codecs["dense"].levels)
-    if merged and not method.together and not whole:
+    if merged and not method.meeting().together and not whole:
         raise ConfigError(
             f"compression.dense={codecs['dense'].name} would hardly save bytes with sync.method={method.name}: it "
             "sends differences from an average that all have, and groups change; set compression.dense=bf16, or "

@@ -19,7 +19,7 @@ kept = given.out / "runs.jsonl"
 if given.report:
     print(f"machine\\n\\n{kept.read_text().count(chr(10))} runs")
 elif not kept.exists():
-    given.out.mkdir(parents=True)
+    given.out.mkdir(parents=True, exist_ok=True)
     kept.write_text('{"cell": "a", "result": {}}\\n')
 """
 

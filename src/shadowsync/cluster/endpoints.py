@@ -14,7 +14,7 @@ from shadowsync.rpc.connection import Handle, JobKeys, Method, Payload, Service
 from shadowsync.rpc.pending import Pending
 from shadowsync.rpc.served import NOTHING, Client, Served, served
 from shadowsync.sync.averaging import AveragingService
-from shadowsync.sync.meeting import Meeting
+from shadowsync.sync.meeting import EVERYBODY, Meeting
 
 if TYPE_CHECKING:
     from shadowsync.rpc.server import WireServer as Server
@@ -148,7 +148,7 @@ class Endpoints:
         ranks: list[int],
         generation: int,
         conducting: StepCoordinator | None = None,
-        meeting: Meeting | None = None,
+        meeting: Meeting = EVERYBODY,
     ) -> None:
         """Serves these rows to these trainers from now on, who average as `meeting` says; those of the generation
         before are heard no more."""

@@ -489,8 +489,9 @@ class KeyIndex:
         owner, shared = self._flat["key"].numpy(), keys == _DEFAULT
         owner[rows] = 0
         self._begin_anew(rows[~shared], keys[~shared] ^ NOBODY)
-        for place, part in self._pieces(rows[shared]):
-            self._begin_shared(place, rows[shared][part])
+        crowded = rows[shared]
+        for place, part in self._pieces(crowded):
+            self._begin_shared(place, crowded[part])
         self._flat["count"].numpy()[rows] = counts
         self._flat["seen"].numpy()[rows], self._flat["time"].numpy()[rows] = now, self._totals[_MINUTE]
         owner[rows] = keys

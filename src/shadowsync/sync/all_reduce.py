@@ -27,9 +27,9 @@ from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import Client, ask, later
 from shadowsync.rpc.tensors import bundle, unbundle
-from shadowsync.sync.averaging import AveragingService, LastAverage, Phase, Verdict
+from shadowsync.sync.averaging import AveragingService, LastAverages, Phase, Verdict
 from shadowsync.sync.machine import Neighbours, ReplicaMemory
-from shadowsync.sync.meeting import Meeting
+from shadowsync.sync.meeting import EVERYBODY, Meeting
 from shadowsync.sync.rendezvous import Left, Rendezvous
 
 _LOG = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
-        """The average `[P]` through the ring, the same bits for all members; `complete` as in `LastAverage.common`."""
+        """The average `[P]` through the ring, the same bits for all members; `complete` as in `LastAverages.common`."""
 
     def mean_here(self, ends: Sequence["Strategy"], payloads: Sequence[Payload], complete: bool) -> Tensor:
         """The average `[P]` of all members' payloads, in their order; `ends` are theirs."""
@@ -360,7 +360,7 @@ class Averaging(ABC):
     def settle(self, payload: Payload | None, average: Tensor, members: int, number: int, common: bool) -> None:
         """The average of that number counts, for which this trainer has sent that to so many (None: nothing).
 
-        `common` as in `LastAverage.common`.
+        `common` as in `LastAverages.common`.
         """
         if payload is not None:
             self.strategy.settle(payload, average, members)
@@ -380,23 +380,21 @@ class LocalAverages:
         trainers: Sequence[int],
         channel: Channel,
         waiting: Callable[[], AbstractContextManager[None]],
-        meeting: Meeting | None = None,
+        meeting: Meeting = EVERYBODY,
     ) -> None:
         place: Rendezvous[Tensor, Tensor] = Rendezvous(trainers, self.combine, waiting, meeting=meeting)
         self.of = {rank: LocalAveraging(rank, channel, place) for rank in trainers}
-        self._round, self._last = 0, dict[int, LastAverage]()
+        self._last = LastAverages()
 
     def combine(self, replicas: Mapping[int, Tensor]) -> Tensor:
         """The average `[P]` of replicas by rank, ascending, to which workers may be writing."""
         ends = [self.of[rank] for rank in replicas]
-        last = self._last.get(ends[0].rank, LastAverage())
-        common, complete = last.common(tuple(replicas), {end.rank: end.holds for end in ends})
+        common, complete = self._last.common(tuple(replicas), {end.rank: end.holds for end in ends})
         payloads = [end.strategy.pack(replicas[end.rank], live=True) for end in ends]
         average = ends[0].strategy.mean_here([end.strategy for end in ends], payloads, complete)
-        self._round += 1
-        self._last.update(dict.fromkeys(replicas, LastAverage(self._round, tuple(replicas))))
+        self._last.add(replicas, tuple(replicas))
         for end, payload in zip(ends, payloads, strict=True):
-            end.settle(payload, average, len(ends), self._round, common)
+            end.settle(payload, average, len(ends), self._last.round, common)
         return average
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from shadowsync.errors import DataError, RunError
 from shadowsync.rpc.pending import Pending, Promise
 from shadowsync.rpc.served import Client, served
-from shadowsync.sync.meeting import Everybody, Meeting
+from shadowsync.sync.meeting import EVERYBODY, Meeting
 
 NOTE_BYTES = 1 << 16
 """Longest note on a ring's board."""
@@ -42,20 +42,32 @@ class Phase(Enum):
     """This trainer is not, or not any more, among those that average."""
 
 
-@dataclass(frozen=True)
-class LastAverage:
-    """An average that counts: its number, from 1 (0 before the first), and the ranks of those whose replicas it was
-    made of, ascending.
+class LastAverages:
+    """The averages that count: of each trainer the number of its last one, and the ranks of those whose replicas that
+    was made of, ascending.
+
+    Attributes:
+        round: number of the newest, from 1; 0 before the first.
     """
 
-    round: int = 0
-    members: tuple[int, ...] = ()
+    def __init__(self) -> None:
+        self.round = 0
+        self._of: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def add(self, ranks: Iterable[int], members: tuple[int, ...]) -> None:
+        """One more, of these members; `ranks` have it."""
+        self.round += 1
+        self._of.update(dict.fromkeys(ranks, (self.round, members)))
+
+    def forget(self, rank: int) -> None:
+        self._of.pop(rank, None)
 
     def common(self, members: tuple[int, ...], holds: Mapping[int, int]) -> tuple[bool, bool]:
-        """Whether these members, each of which has the average of the number that `holds` says, all have this one; and
-        whether it was also made of the replicas of exactly them."""
-        common = self.round > 0 and all(holds.get(rank) == self.round for rank in members)
-        return common, common and members == self.members
+        """Whether these members, each of which has the average of the number that `holds` says, all have the same one;
+        and whether it was also made of the replicas of exactly them."""
+        last, made_of = self._of.get(members[0], (0, ()))
+        common = last > 0 and all(holds.get(rank) == last for rank in members)
+        return common, common and members == made_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Verdict:
         epoch: of the ring; a new one for other members and after a failure.
         members: ranks in the ring, ascending.
         round: number of this average, with `DONE`; each counts up by one.
-        common, complete: what the members have in common, with `GO`, as `LastAverage.common` has it.
+        common, complete: what the members have in common, with `GO`, as `LastAverages.common` has it.
         leaders: with `GO`, the members that reduce among each other: of each machine the first.
         near: with `GO`, where the replicas of this trainer's machine lie, of members in their order; empty where none
             lie where others see them.
@@ -115,23 +127,26 @@ class AveragingBook:
     Attributes:
         members: trainers that a round waits for, the first one those that are given.
         epoch: of the newest ring.
-        round: number of the newest average that counts.
 
     Args:
         meeting: who of those that have arrived meet.
     """
 
-    def __init__(self, members: Iterable[int] = (), meeting: Meeting | None = None) -> None:
-        self.epoch = self.round = 0
+    def __init__(self, members: Iterable[int] = (), meeting: Meeting = EVERYBODY) -> None:
+        self.epoch = 0
         self.members = set(members)
-        self._meeting = meeting or Everybody()
-        self._last: dict[int, LastAverage] = {}
+        self._meeting = meeting
+        self._last = LastAverages()
         self._holds: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
         self._settled: dict[int, tuple[int, int]] = {}
         self._under_way: dict[int, _Attempt] = {}  # by rank
         self._attempts = 0
         self._rings: dict[tuple[int, ...], int] = {}  # their epochs; of rings that have a member in common the newest
+
+    @property
+    def round(self) -> int:
+        return self._last.round
 
     @property
     def epochs(self) -> Collection[int]:
@@ -148,8 +163,9 @@ class AveragingBook:
 
     def dead(self, rank: int) -> None:
         """`rank` left and will not report; whoever comes under this rank later begins anew."""
-        for known in (self._settled, self._holds, self._last):
-            known.pop(rank, None)
+        self._settled.pop(rank, None)
+        self._holds.pop(rank, None)
+        self._last.forget(rank)
         self._remove(rank)
         self._drop_from_attempt(rank)
         self._start()
@@ -219,7 +235,7 @@ class AveragingBook:
                 self.epoch += 1
                 self._rings[ring] = self.epoch
             self._attempts += 1
-            in_common = self._last.get(ring[0], LastAverage()).common(ring, self._holds)
+            in_common = self._last.common(ring, self._holds)
             turns = {rank: self._arrived.pop(rank) for rank in ring}
             attempt = _Attempt(self._attempts, self._rings[ring], ring, turns, set(ring), in_common)
             self._under_way.update(dict.fromkeys(ring, attempt))
@@ -233,8 +249,7 @@ class AveragingBook:
             self._rings.pop(attempt.ring, None)
             self._arrived.update({rank: turn for rank, turn in attempt.turns.items() if rank in self.members})
         elif attempt.turns:
-            self.round += 1
-            self._last.update(dict.fromkeys(attempt.turns, LastAverage(self.round, attempt.ring)))
+            self._last.add(attempt.turns, attempt.ring)
             self._settled.update({rank: (turn, self.round) for rank, turn in attempt.turns.items()})
         self._start()
 
@@ -250,8 +265,7 @@ class AveragingService:
         meeting: as in `AveragingBook`.
     """
 
-    def __init__(self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting | None = None) -> None:
-        meeting = meeting or Everybody()
+    def __init__(self, members: Iterable[int] = (), banned: Iterable[str] = (), meeting: Meeting = EVERYBODY) -> None:
         self._book = AveragingBook(members, meeting)
         # a leader of the next group would overwrite what another one of the last has not read yet
         self._see_each_other = meeting.together
@@ -346,7 +360,8 @@ class AveragingService:
             if not self._reducing(rank, epoch, client):
                 return
             if epoch not in self._boards:
-                self._boards = {one: notes for one, notes in self._boards.items() if one in self._book.epochs}
+                alive = self._book.epochs
+                self._boards = {one: notes for one, notes in self._boards.items() if one in alive}
             notes = self._boards.setdefault(epoch, {})
             if len(notes) >= BOARD_NOTES or max(len(key), len(value)) > NOTE_BYTES:
                 raise DataError(f"a ring's board holds at most {BOARD_NOTES} notes of {NOTE_BYTES} bytes")

@@ -6,15 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
-from torch import Tensor
 
 from shadowsync.errors import ConfigError
+from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.meeting import Meeting
-from shadowsync.sync.method import Group, State, SyncMethod
 
 
 @dataclass(frozen=True)
-class DivideAndShuffle(SyncMethod):
+class DivideAndShuffle(ModelAveraging):
     """Divide-and-shuffle synchronisation (DS-Sync, arXiv 2007.03298): `c = mean of w_j over a small group;
     w_i ← (1−α) w_i + α c`, in another group each time.
 
@@ -26,21 +25,15 @@ class DivideAndShuffle(SyncMethod):
     """
 
     name: ClassVar[str] = "ds_sync"
-    collective: ClassVar[bool] = True
-    together: ClassVar[bool] = False
 
     group: Annotated[
         int | None,
         Field(ge=2, description="trainers that average together; more mix faster and wait longer; null: √trainers"),
     ] = None
-    alpha: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="step towards the group's average; more pulls harder; null: 0.5 in the background, else 1",
-        ),
-    ] = None
+
+    @property
+    def takes_differences(self) -> bool:
+        return False
 
     def resolved(self, trainers: int, foreground: bool) -> Self:
         if self.group is not None and self.group > trainers > 1:
@@ -48,20 +41,12 @@ class DivideAndShuffle(SyncMethod):
                 f"sync.group={self.group} is more than there are trainers ({trainers}): lower it, or set "
                 "sync.method=ma, where all average together"
             )
-        alpha = (1.0 if foreground else 0.5) if self.alpha is None else self.alpha
-        return replace(self, alpha=alpha, group=self.group or max(2, round(math.sqrt(trainers))))
+        size = self.group or max(2, round(math.sqrt(trainers)))
+        return replace(super().resolved(trainers, foreground), group=size)
 
     def meeting(self) -> Meeting:
         assert self.group is not None, "resolved() fills group in"
         return Groups(self.group)
-
-    def init(self, weights: Tensor) -> State:
-        return {}
-
-    def sync(self, weights: Tensor, group: Group, state: State) -> State:
-        assert self.alpha is not None, "resolved() fills alpha in"
-        group.approach(weights, group.mean(weights), self.alpha)
-        return state
 
 
 class Groups(Meeting):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.dense import CentralCopy
-from shadowsync.sync.meeting import Everybody, Meeting
+from shadowsync.sync.meeting import EVERYBODY, Meeting
 
 State = Mapping[str, Tensor]
 
@@ -131,7 +131,6 @@ class SyncMethod(ABC):
         collective: all trainers of the group take part in a synchronisation at the same time.
         centralised: there is a central copy, held by the dense servers.
         active: there is something to do at all.
-        together: all trainers meet in each synchronisation of a collective method, so that all have the same average.
         codec_options: of a sparse `compression.dense`, where the user does not give them.
     """
 
@@ -139,7 +138,6 @@ class SyncMethod(ABC):
     active: ClassVar[bool] = True
     collective: ClassVar[bool] = False
     centralised: ClassVar[bool] = False
-    together: ClassVar[bool] = True
     codec_options: ClassVar[Mapping[str, Any]] = {}
 
     @property
@@ -153,7 +151,7 @@ class SyncMethod(ABC):
 
     def meeting(self) -> Meeting:
         """Who meet in an average of a collective method; a new one for each job."""
-        return Everybody()
+        return EVERYBODY
 
     @abstractmethod
     def init(self, weights: Tensor) -> State:

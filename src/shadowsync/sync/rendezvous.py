@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, TypeVar
 
-from shadowsync.sync.meeting import Everybody, Meeting
+from shadowsync.sync.meeting import EVERYBODY, Meeting
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -35,11 +35,10 @@ class Rendezvous(Generic[Given, Result]):
         combine: Callable[[Mapping[int, Given]], Result],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
-        meeting: Meeting | None = None,
+        meeting: Meeting = EVERYBODY,
     ) -> None:
-        self._meeting = meeting or Everybody()
         self._members, self._combine = set(members), combine
-        self._waiting, self._resting = waiting, resting
+        self._waiting, self._resting, self._meeting = waiting, resting, meeting
         self._waits: dict[int, ExitStack] = {}
         self._given: dict[int, Given] = {}
         self._combining = False

@@ -38,9 +38,11 @@ ENDING_S = 60.0
 """How long a script may take to end when it is told to."""
 TRAINS = (
     *(f"{CODE}sync/{name}.py" for name in ("easgd", "ma", "bmuf", "background", "every_k")),
-    *(f"{CODE}training", f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
+    *(f"{CODE}training/{name}.py" for name in ("kernels", "losses", "optimizers", "replica", "worker")),
+    *(f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
 )
 """Of every result that is a quality."""
+THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         picture=True,
     ),
     "stragglers": Experiment("stragglers.py", depends=(f"{CODE}aggregation", f"{CODE}training"), picture=True),
-    "compression": Experiment("compression.py", ("quality",), (*TRAINS, f"{CODE}compression"), picture=True),
+    "compression": Experiment("compression.py", ("quality",), (*TRAINS, *THRESHOLDS), picture=True),
     "chaos": Experiment(
         "chaos.py",
         depends=(f"{CODE}cluster", f"{CODE}recovery", f"{CODE}rpc", f"{CODE}sync/averaging.py"),
@@ -95,6 +97,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
             f"{CODE}sync/background.py",
         ),
         root=True,
+    ),
+    "two_sites": Experiment("two_sites.py", depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py"), root=True),
+    "partial_averages": Experiment(
+        "partial_averages.py",
+        depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py", "benchmarks/codecs/partial.py"),
     ),
     "scaling": Experiment(
         "scaling.py",

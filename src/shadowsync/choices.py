@@ -411,6 +411,11 @@ def _unused_here(kind: str, codec: Codec, config: Config, pull: Codec, method: S
     if kind != "dense" and getattr(codec, "scope", "tensor") == "group" and config.embedding.unique_rows == "always":
         why = "with embedding.unique_rows=always, where rows cross whose columns are no features"
         yield "scope", f"{why}: set embedding.unique_rows=never"
+    if kind == "dense" and codec.by_known and config.aggregation.method is not None:
+        yield (
+            "select",
+            f"with aggregation.method={config.aggregation.method}, which sends gradients: set sync.method in its place",
+        )
     if kind == "dense" and codec.sparse and config.aggregation.method is None:
         yield (
             "feedback",

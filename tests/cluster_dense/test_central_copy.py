@@ -69,7 +69,11 @@ def test_remote_and_in_process_servers_agree_bit_for_bit(count: int, codec: Code
 FEW = Threshold(keep=0.1, feedback=True)
 
 
-@pytest.mark.parametrize("codec", [FEW, Threshold(keep=0.1, values="int8", feedback=True)], ids=["fp32", "int8"])
+@pytest.mark.parametrize(
+    "codec",
+    [FEW, Threshold(keep=0.1, values="int8", feedback=True), Threshold(select="significant", significance=0.1)],
+    ids=["fp32", "int8", "significant"],
+)
 @pytest.mark.parametrize("count", [1, 2])
 def test_differences_near_and_far_are_the_same_and_conserved(count: int, codec: Codec, wire: Connect) -> None:
     generator = torch.Generator().manual_seed(count)

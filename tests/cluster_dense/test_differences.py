@@ -428,7 +428,15 @@ def test_among_processes_it_is_as_in_one_whoever_dies_or_comes_back(
         far.go_and_come(set())
 
 
-@pytest.mark.parametrize("codec", [pieces(keep=0.05), Int8(), Int4("stochastic")], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pytest.param(pieces(keep=0.05), id="threshold"),
+        pytest.param(pieces(select="significant", significance=1.0), id="significant"),
+        pytest.param(Int8(), id="int8"),
+        pytest.param(Int4("stochastic"), id="int4"),
+    ],
+)
 def test_over_gloo_it_is_as_in_one_process_while_members_come_and_go(codec: Codec, make_far: MakeFar) -> None:
     far = make_far(3, codec, GlooRing)
     for members in ([0, 1, 2], [0, 1, 2], [0, 1, 2], [0, 2], [0, 2], [2], [0, 1, 2], [0, 1, 2]):

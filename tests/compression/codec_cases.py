@@ -18,6 +18,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"keep": 0.05, "values": "bf16"},
         {"keep": 0.05, "values": "int8", "rounding": "stochastic"},
         {"keep": 0.2, "values": "int4", "block": 32, "scope": "group"},
+        {"select": "significant", "values": "int8"},
     ],
 }
 CODECS = {

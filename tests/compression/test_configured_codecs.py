@@ -178,6 +178,10 @@ GBA = ["aggregation.method=gba"]
         (["compression.dense={name: threshold, feedback: false}"], "dense.feedback=False"),
         (["compression.dense={name: threshold, feedback: true}"], "dense.feedback=True"),
         (["compression.dense={name: threshold, keep: 1, feedback: false}", *GBA], "dense.feedback=False"),
+        (["compression.dense={name: threshold, significance: 0.1}"], "dense.significance=0.1"),
+        (["compression.dense={name: threshold, select: significant, keep: 0.2}"], "dense.keep=0.2"),
+        (["compression.dense={name: threshold, select: significant, refresh: 9}"], "dense.refresh=9"),
+        (["compression.dense={name: threshold, select: significant}", *GBA], "dense.select=significant"),
         (["compression.dense=int8", "sync.method=none"], "dense=int8"),
         (["compression.dense=auto", "sync.method=none"], "dense=auto"),
         (["compression.dense=threshold", "sync.method=none"], "dense=threshold"),
@@ -241,3 +245,16 @@ def test_neither_does_it_to_auto():
     assert [level.name for level in found["push"].levels] == ["bf16", "int8", "int4"]
     with pytest.raises(ConfigError, match=r"^compression\.push\.strongest=threshold has no effect beside compression"):
         codecs("compression.pull=threshold", "compression.push=auto", "compression.push.strongest=threshold")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["compression.pull={name: threshold, select: significant}"], "pull.select=significant has no meaning"),
+        (["compression.push={name: threshold, select: significant}"], "push.select=significant has no meaning"),
+    ],
+    ids=str,
+)
+def test_what_changes_is_known_of_replicas_alone(overrides, told):
+    with pytest.raises(ConfigError, match=rf"^compression\.{told}.*: .*leave it out$"):
+        codecs(*overrides)

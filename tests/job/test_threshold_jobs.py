@@ -1,5 +1,6 @@
 """Whole jobs under thresholds: exact where everything is kept, counted, resumed with what was not sent."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,34 @@ def test_what_is_saved_and_tested_has_everything(tmp_path: Path) -> None:
     whole = 4 * found["ended"]["center"].numel()
     assert wire["bytes"]["dense"] > 4 * whole, "the first exchange and the last one, both ways"
     assert wire["raw_bytes"]["dense"] == (12 + 1) * 2 * whole
+
+
+@pytest.mark.parametrize("method", ["ma", "bmuf", "easgd"])
+def test_what_is_significant_follows_the_learning_rate(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, plain = list[float](), Threshold.encode_change
+
+    def noted(codec: Threshold, change: torch.Tensor, known: torch.Tensor, rate: float, state: Any = None) -> Any:
+        rates.append(rate)
+        return plain(codec, change, known, rate, state)
+
+    monkeypatch.setattr(Threshold, "encode_change", noted)
+    data = write_rows(tmp_path / "rows.parquet", 1280)
+    sections = {
+        "model": WIDE_DLRM,
+        "train": {"trainers": 2, "batch_size": 8, "decay": "linear", "warmup_samples": 0},
+        "sync": {"method": method, "schedule": "every_k", "k": 2},
+        "compression": {"dense": {"name": "threshold", "select": "significant", "significance": 0.05}},
+    }
+    trained({**settings(data, data), **sections}, tmp_path / "out")
+    wire = result_of(tmp_path / "out")["wire"]
+    assert rates[0] > 0.9
+    assert 0 <= min(rates[-3:]) < 0.1
+    if method != "easgd":  # whose exchanges wait for nobody
+        assert all(later <= earlier + 0.05 for earlier, later in itertools.pairwise(rates))
+    assert 0 < wire["kept_share"]["dense"] < 1
+    assert "dense" not in wire["refreshes"] or wire["refreshes"]["dense"] == 0
 
 
 AVERAGES = [

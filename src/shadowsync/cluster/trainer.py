@@ -23,7 +23,7 @@ from shadowsync.cluster.trainer_dense import GradientWorkers, MergedReplica, Wor
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.wire import WireCounter, WireTotals
 from shadowsync.config import Config
-from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient
+from shadowsync.data.leases import TELL_S, DoneLog, LeaseClient, Leases
 from shadowsync.data.reader import Feed, LeasedBatch, Parser
 from shadowsync.embedding.client import EmbeddingClient
 from shadowsync.embedding.proxy import ServerProxy
@@ -127,6 +127,7 @@ class TrainerPart(Imaged):
             clients,
             self._feed,
             self._stepping,
+            lambda: self._course.scale * job.rates.factor(self._course.trained),
         )
         self._dense = (MergedReplica if job.choices.aggregation is None else GradientWorkers)(context)
         self._trainer = self._dense.trainer
@@ -173,9 +174,13 @@ class TrainerPart(Imaged):
         """As `_connect`; what crosses to servers is measured."""
         return self._codecs.measured(self._connect(kind, index, address))
 
+    @property
+    def _course(self) -> Leases:
+        """Which knows how far the job has come."""
+        return self._leases if self._near is None else self._near.reader.leases
+
     def _stepping(self, trainer: Trainer, driver: Driver) -> TrainerContext:
-        near, job = self._near, self._spec.job
-        leases = self._leases if near is None else near.reader.leases
+        near, job, leases = self._near, self._spec.job, self._course
 
         def ended() -> None:
             self._wake.set()

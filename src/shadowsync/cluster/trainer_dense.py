@@ -12,7 +12,7 @@ from shadowsync.checkpoint.job_state import TrainerImage, below, buffers, check_
 from shadowsync.cluster.context import Addresses, Merging, Stepping, TrainerSpec
 from shadowsync.cluster.servers import dense_server
 from shadowsync.compression.channel import Channel
-from shadowsync.compression.codec import Codec
+from shadowsync.compression.codec import Codec, Rate
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.data.reader import Feed
@@ -43,6 +43,7 @@ class WorkerContext:
         counter: of bytes.
         gate: where threads stand still for a checkpoint.
         clients: of the embedding servers, one for each worker.
+        rate: of learning, now.
     """
 
     spec: TrainerSpec
@@ -56,6 +57,7 @@ class WorkerContext:
     clients: Sequence[EmbeddingClient]
     feed: Feed
     stepping: Callable[[Trainer, Driver], TrainerContext]
+    rate: Rate
 
     def replica(self, memory: Tensor | None = None) -> Replica:
         """One more with the initial values; `memory` as `Replica` has it."""
@@ -206,7 +208,7 @@ def _group(context: WorkerContext, replica: Replica, neighbours: Neighbours | No
         servers, length = [direct(server) for server in others.dense.servers], len(replica.flat)
         spans = split_evenly(length, len(servers))
         center = CentralCopy(spec.rank, servers, spans, context.line, spec.generation)
-        return group_of(replica.flat, others.dense.averages.of[spec.rank], center)
+        return group_of(replica.flat, others.dense.averages.of[spec.rank], center, context.rate)
     from shadowsync.sync.gloo import GlooRing  # noqa: PLC0415 only processes of their own need it
 
     choices = spec.job.choices
@@ -234,4 +236,4 @@ def _group(context: WorkerContext, replica: Replica, neighbours: Neighbours | No
         connections = [context.connect("dense", index, place.wire) for index, place in enumerate(others.dense)]
         line = context.line
     center = CentralCopy(spec.rank, connections, spans, line, spec.generation)
-    return group_of(replica.flat, averaging, center)
+    return group_of(replica.flat, averaging, center, context.rate)

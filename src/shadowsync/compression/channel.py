@@ -92,6 +92,13 @@ class Stream:
                 self._channel.count_kept(tensor.numel(), encoded.kept_count, encoded.refreshes, encoded.early)
         return encoded
 
+    def encode_change(self, change: Tensor, known: Tensor, rate: float) -> Encoded:
+        """The next message, as `Codec.encode_change`; raises as `encode`. Its bytes are counted by whoever sends it."""
+        with self._lock, naming(self._about, self._part_of):
+            encoded = self.codec.encode_change(change, known, rate, self._state)
+            self._state = encoded.state
+        return encoded
+
     def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
         """The next message, of the elements at `kept` alone; raises as `encode`. All messages are of one sort."""
         with self._lock, naming(self._about, self._part_of):
@@ -135,6 +142,7 @@ class Message:
         frames: of the codec.
         whole: nothing is left out; where differences may cross, the one frame is the float32 vector itself.
         kept: number of elements that cross, of a difference; `refreshes` and `early` as in `Encoded`.
+        rate: the sender's, as in `Codec.encode_change`, for an answer.
     """
 
     frames: tuple[Tensor, ...]
@@ -142,10 +150,11 @@ class Message:
     kept: int = 0
     refreshes: int = 0
     early: int = 0
+    rate: float = 1.0
 
     @classmethod
-    def of_difference(cls, encoded: Encoded) -> "Message":
-        return cls(encoded.frames, False, encoded.kept_count, encoded.refreshes, encoded.early)
+    def of_difference(cls, encoded: Encoded, rate: float = 1.0) -> "Message":
+        return cls(encoded.frames, False, encoded.kept_count, encoded.refreshes, encoded.early, rate)
 
     def count(self, channel: Channel, elements: int) -> None:
         channel.count(sum(frame.nbytes for frame in self.frames), elements * torch.float32.itemsize)
@@ -170,17 +179,17 @@ class Differences:
         self._codec: Codec | None = None
         self.known: Tensor | None = None
 
-    def encode(self, codec: Codec, vector: Tensor) -> Message:
-        """The next message; this end counts on its arrival."""
+    def encode(self, codec: Codec, vector: Tensor, rate: float = 1.0) -> Message:
+        """The next message, at that learning rate (`Codec.encode_change`); this end counts on its arrival."""
         self._begin(codec)
         if codec.everything:
             return Message((vector,))
         if self.known is None:
             self.known = vector.clone()  # who trains goes on writing to it
             return Message((self.known.clone(),))
-        encoded = self._stream.encode(vector - self.known)
+        encoded = self._stream.encode_change(vector - self.known, self.known, rate)
         self.known.add_(self._stream.codec.decode(encoded.frames, encoded.shape))
-        return Message.of_difference(encoded)
+        return Message.of_difference(encoded, rate)
 
     def take(self, codec: Codec, message: Message, shape: tuple[int, ...]) -> Tensor | None:
         """The receiver's end: what is known after that message; None if it needs one before that never came. Raises

@@ -29,6 +29,15 @@ class NotFinite(ValueError):
         super().__init__(f"{len(bad):,} of {tensor.numel():,} elements{of} are NaN or infinite{where}")
 
 
+Rate = Callable[[], float]
+"""A trainer's learning rate now, as a share of the full one, in [0, 1]."""
+
+
+def full_rate() -> float:
+    """Where nobody says what it is."""
+    return 1.0
+
+
 PartOf = Callable[[int], str]
 """What the element at a position of the flattened tensor belongs to (a parameter)."""
 
@@ -123,6 +132,18 @@ class Codec(ABC):
             NotFinite: the codec cannot carry what the tensor holds.
         """
 
+    def encode_change(self, change: Tensor, known: Tensor, rate: float, state: Any = None) -> Encoded:
+        """Frames of a change of what the receiver has, `known`, of one shape with it. What is left out is in the next
+        change, so that the codec keeps none of it.
+
+        Args:
+            rate: the learning rate as a share of the full one, in [0, 1].
+
+        Raises:
+            NotFinite: as `encode`.
+        """
+        return self.encode(change, state)
+
     @abstractmethod
     def decode(self, frames: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """The float32 tensor that the frames stand for."""
@@ -159,6 +180,11 @@ class Codec(ABC):
     @property
     def by_feature(self) -> bool:
         """`encode` looks at groups of columns, so that they have to be given."""
+        return False
+
+    @property
+    def by_known(self) -> bool:
+        """What crosses is chosen by what the receiver has (`encode_change`); whatever else is encoded crosses whole."""
         return False
 
     @property

@@ -71,7 +71,8 @@ def _floor(magnitudes: Bits, keep: float) -> int:
 
 
 def reach(flat: Floats, floors: Bits, groups: Sequence[int] = ()) -> Positions:
-    """The positions of the elements `[N]` whose magnitude is not below the floor of their group, ascending.
+    """The positions of the elements `[N]` whose magnitude is not below the floor of their group, ascending; without
+    groups there is one floor, or one for each element.
 
     NaN is among them: it is not below anything.
     """
@@ -81,15 +82,16 @@ def reach(flat: Floats, floors: Bits, groups: Sequence[int] = ()) -> Positions:
 def mask_of(flat: Floats, floors: Bits, groups: Sequence[int] = ()) -> Bytes:
     """The elements that `reach` finds as bits, whole words of 8 bytes; those behind the last element mean nothing."""
     columns = (np.repeat(floors, groups) if groups else floors).view(np.float32)
-    size = 8 * len(columns) * max(1, CHUNK // (8 * len(columns)))  # whole bytes of a mask, whole rows
+    for_each = len(columns) == len(flat)
+    size = CHUNK if for_each else 8 * len(columns) * max(1, CHUNK // (8 * len(columns)))  # whole bytes, whole rows
     magnitudes, below = np.empty(min(size, len(flat)), np.float32), np.empty(min(size, len(flat)), np.bool_)
-    floor = columns if len(columns) == 1 else np.resize(columns, len(magnitudes))
+    floor = columns if for_each or len(columns) == 1 else np.resize(columns, len(magnitudes))
     mask = np.empty(-(-len(flat) // 64) * 8, np.uint8)
     for start in range(0, len(flat), size):
         part = flat[start : start + size]
         long = len(part)
         np.abs(part, out=magnitudes[:long])
-        np.less(magnitudes[:long], floor[:long], out=below[:long])
+        np.less(magnitudes[:long], floor[start : start + long] if for_each else floor[:long], out=below[:long])
         mask[start // 8 : -(-(start + long) // 8)] = np.packbits(below[:long])
     return np.invert(mask, out=mask)
 

@@ -43,6 +43,7 @@ _ALLOWED = {*_COUNTS, *_SHARES, "floors", "residual"}
 _VALUES = "values."
 
 Values = Literal["fp32", "bf16", "int8", "int4"]
+Select = Literal["largest", "significant"]
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,18 @@ class Threshold(Codec):
     share, because most elements are zero or equal. Groups of columns may have a τ each, corrected together. A zero is
     not sent unless everything is. Equal magnitudes cross together or not at all. How positions cross is `positions`'
     affair.
+
+    `select: significant` is Gaia's filter in place of τ (Hsieh et al., NSDI 2017): of what has changed since it was
+    sent, crosses what has done so by at least v of the value that the receiver has; v is `significance` times the
+    learning rate as a share of the full one. How much crosses is then what training makes of it, and what stays below v
+    never does. In Gaia v falls with the root of the number of steps, as the learning rate does there.
     """
 
     name: ClassVar[str] = "threshold"
     sparse: ClassVar[bool] = True
-    selecting: ClassVar[frozenset[str]] = frozenset({"keep", "refresh", "band", "correction", "feedback", "scope"})
+    selecting: ClassVar[frozenset[str]] = frozenset(
+        {"select", "significance", "keep", "refresh", "band", "correction", "feedback", "scope"}
+    )
 
     keep: Annotated[
         float | None,
@@ -119,6 +127,22 @@ class Threshold(Codec):
             "is lost",
         ),
     ] = None
+    select: Annotated[
+        Select,
+        Field(
+            description="the share `keep` of the largest, or for replicas that are merged (dense) what has changed by "
+            "`significance` of its value"
+        ),
+    ] = "largest"
+    significance: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=100,
+            description="of select=significant: change over value (v) from which on an element crosses, at the full "
+            "learning rate; less sends more",
+        ),
+    ] = 0.01
     refresh: Annotated[
         int,
         Field(ge=1, description="messages (L) from one exact selection to the next; more is quicker and drifts more"),
@@ -163,6 +187,11 @@ class Threshold(Codec):
                 f"{key}.feedback=true has no meaning: a position stands for another sample in each "
                 "message; leave it out"
             )
+        if self.by_known:
+            raise ConfigError(
+                f"{key}.select=significant has no meaning: nobody has an earlier value of what crosses there; "
+                "leave it out"
+            )
         return replace(self, keep=KEEP_AT_THE_CUT if self.keep is None else self.keep, feedback=False)
 
     @property
@@ -171,7 +200,11 @@ class Threshold(Codec):
 
     @property
     def everything(self) -> bool:
-        return self.keep == 1 and self.values == "fp32"
+        return self.keep == 1 and self.values == "fp32" and not self.by_known
+
+    @property
+    def by_known(self) -> bool:
+        return self.select == "significant"
 
     def of_differences(self) -> Codec:
         return replace(self, feedback=False)
@@ -182,6 +215,11 @@ class Threshold(Codec):
             yield from ((option, why) for option in ROUNDING)
         if self.rounding == "nearest":
             yield "seed", NEAREST
+        if self.by_known:
+            why = "with select=significant: set select=largest"
+            yield from ((option, why) for option in ("keep", "refresh", "band", "correction"))
+            return
+        yield "significance", "with select=largest: set select=significant, where replicas are merged"
         if self.keep == 1:
             why = "with keep=1, where everything crosses: set a smaller keep"
             yield from ((option, why) for option in ("refresh", "band", "correction", "scope"))
@@ -208,6 +246,29 @@ class Threshold(Codec):
             return Encoded((), shape, before)
         total = self._total(as_numbers(tensor).view(-1), before)
         kept, chosen = self._select(total, before, tuple(groups) if self.scope == "group" else ())
+        return self._message(tensor, total, kept, before, chosen, groups)
+
+    def encode_change(self, change: Tensor, known: Tensor, rate: float, state: ThresholdState | None = None) -> Encoded:
+        if not self.by_known or change.numel() < SMALL:
+            return self.encode(change, state)
+        before, total = state or ThresholdState(), as_numbers(change).view(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            least = as_numbers(known).view(-1).numpy() * np.float32(self.significance * rate)
+        floors = np.maximum(np.abs(least, out=least).view(np.int32), LEAST)
+        kept = reach(total.numpy(), floors)
+        return self._message(change, total, None if len(kept) == len(total) else kept, before, before)
+
+    def _message(
+        self,
+        tensor: Tensor,
+        total: Tensor,
+        kept: Positions | None,
+        before: ThresholdState,
+        chosen: ThresholdState,
+        groups: Sequence[int] = (),
+    ) -> Encoded:
+        """The elements of the total at `kept`; `chosen` is the state with what selecting them changed in it."""
+        shape = tuple(tensor.shape)
         sent = total if kept is None else torch.from_numpy(total.numpy().take(kept))
         if not bool(np.isfinite(sent.numpy()).all()):
             raise NotFinite(total.view(shape))
@@ -269,7 +330,7 @@ class Threshold(Codec):
     ) -> tuple[Positions | None, ThresholdState]:
         """The positions that cross, None for all of them; and the state with what the selection changes in it."""
         count, flat = len(total), total.numpy()
-        if self.keep == 1 or count < SMALL:
+        if self.keep == 1 or count < SMALL or self.by_known:
             return None, replace(before, age=before.age + 1)
         asked = max(self.asked, 1 / count)
         other = before.keep != self.asked or before.floors is None or len(before.floors) != max(1, len(groups))
@@ -312,7 +373,7 @@ class Threshold(Codec):
         self, after: ThresholdState, given: Tensor, total: Tensor, kept: Tensor | None, values: Encoded
     ) -> ThresholdState:
         """The state with what `values` leave of the total."""
-        if self.feedback is False:
+        if self.feedback is False or self.by_known:
             return replace(after, residual=None, spare=None, draws=values.state)
         codec = self.value_codec
         if kept is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.channel import Channel
-from shadowsync.compression.codec import Codec, Encoded, naming, received
+from shadowsync.compression.codec import Codec, Encoded, Rate, full_rate, naming, received
 from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import RunError
@@ -127,9 +127,11 @@ class Strategy(ABC):
 
     Attributes:
         partial: an average may lack a part of what a trainer has.
+        rate: of the trainer, for codecs that select by it.
     """
 
     partial: ClassVar[bool] = False
+    rate: Rate = staticmethod(full_rate)
 
     @abstractmethod
     def pack(self, weights: Tensor, live: bool = False) -> Payload:
@@ -286,7 +288,8 @@ class PublicCopy(Strategy):
             payload.message = None
         elif payload.message is None:
             with naming(self._about):
-                payload.message = self._codec.encode(payload.vector - self._known, self._state)
+                change = payload.vector - self._known
+                payload.message = self._codec.encode_change(change, self._known, self.rate(), self._state)
 
     def _after(self, payload: Payload) -> Tensor:
         """`[P]` v_i once this payload's average counts."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shadowsync.compression.channel import Channel, Differences, Message, Stream
-from shadowsync.compression.codec import Codec, NotFinite, naming, received
+from shadowsync.compression.codec import Codec, NotFinite, Rate, full_rate, naming, received
 from shadowsync.compression.plain import Plain
 from shadowsync.errors import DataError
 from shadowsync.rpc.connection import Connection, Direct
@@ -166,8 +166,10 @@ class CenterEnd:
 
         Raises:
             NonFiniteTensor: it would send NaN or infinities; nothing was done.
-            DataError: the frames are none of such a message.
+            DataError: the frames are none of such a message, or its rate is none.
         """
+        if not 0 <= sent.rate <= 1:
+            raise DataError(f"an exchange is at {sent.rate} of the full learning rate, not at a share of it")
         with self._turn:
             expected = self._expected.take(self._codec, sent, tuple(self._owed.shape))
             if expected is None:
@@ -183,7 +185,7 @@ class CenterEnd:
                             raise NotFinite(owed)
                     message, self._owed = Message((owed,)), torch.zeros_like(owed)
                 else:
-                    encoded = self._stream.encode(owed)
+                    encoded = self._stream.encode_change(owed, expected + self._owed, sent.rate)
                     message = Message.of_difference(encoded)
                     self._owed = owed - self._stream.codec.decode(encoded.frames, encoded.shape)
                 expected.sub_(difference)
@@ -210,6 +212,9 @@ class CentralCopy:
 
     There is a connection to each dense server and a span of what it holds (`split_evenly`); the channel, of both
     directions, has the servers' codec.
+
+    Attributes:
+        rate: of the trainer, for codecs that select by it.
     """
 
     def __init__(
@@ -221,6 +226,7 @@ class CentralCopy:
         generation: int = 0,
     ) -> None:
         self.connections, self.spans, self.cpu_s = connections, spans, 0.0
+        self.rate: Rate = full_rate
         self._rank, self._channel, self._generation = rank, channel, generation
         self._abouts = [f"the replica of trainer {rank} for dense server {at}" for at in range(len(spans))]
         self._known = [Differences(about) for about in self._abouts]
@@ -272,7 +278,8 @@ class CentralCopy:
 
     def _exchange_differences(self, codec: Codec, weights: Tensor, alpha: float) -> Tensor:
         parts = [weights[start:stop] for start, stop in self.spans]
-        sent = {at: self._known[at].encode(codec, part) for at, part in enumerate(parts)}
+        rate = self.rate()
+        sent = {at: self._known[at].encode(codec, part, rate) for at, part in enumerate(parts)}
         answers = self._carry(DenseServer.elastic, sent, alpha, codec)
         if unknown := [at for at, answer in answers.items() if answer is None]:
             self._forget(unknown)

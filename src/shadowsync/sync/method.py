@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from shadowsync.compression.codec import Rate, full_rate
 from shadowsync.sync.all_reduce import Averaging
 from shadowsync.sync.dense import CentralCopy
 from shadowsync.sync.meeting import EVERYBODY, Meeting
@@ -119,8 +120,9 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def group_of(flat: Tensor, averaging: Averaging, servers: CentralCopy) -> Group:
-    """The group of a replica `[P]`, wherever it lies."""
+def group_of(flat: Tensor, averaging: Averaging, servers: CentralCopy, rate: Rate = full_rate) -> Group:
+    """The group of a replica `[P]`, wherever it lies; `rate` is its trainer's."""
+    averaging.strategy.rate = servers.rate = rate
     return Group(averaging, servers) if flat.device.type == "cpu" else DeviceGroup(averaging, servers, flat.device)
 
 

@@ -1,7 +1,7 @@
 """A flat tensor of `N` elements whose `Q` pieces, the parameters of a model, are encoded one by one."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -59,12 +59,28 @@ class Pieces(Codec):
         object.__setattr__(self, "name", self.codec.name)
 
     def encode(self, tensor: Tensor, state: PiecesState | None = None, groups: Sequence[int] = ()) -> Encoded:
-        parts = as_numbers(tensor).view(-1).split_with_sizes(list(self.widths))
-        states = (None,) * len(parts) if state is None else state.states
+        return self._encode([(part,) for part in self._split(tensor)], tensor, state, self.codec.encode)
+
+    def encode_change(self, change: Tensor, known: Tensor, rate: float, state: PiecesState | None = None) -> Encoded:
+        parts = zip(self._split(change), self._split(known), itertools.repeat(rate), strict=False)
+        return self._encode(parts, change, state, self.codec.encode_change)
+
+    def _split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return as_numbers(tensor).view(-1).split_with_sizes(list(self.widths))
+
+    def _encode(
+        self,
+        parts: Iterable[tuple[Any, ...]],
+        tensor: Tensor,
+        state: PiecesState | None,
+        encode: Callable[..., Encoded],
+    ) -> Encoded:
+        """`encode` gets what `parts` has of each piece, and its state."""
+        states = (None,) * len(self.widths) if state is None else state.states
         each = []
         for name, part, before in zip(self.names, parts, states, strict=True):
             try:
-                each.append(self.codec.encode(part, before))
+                each.append(encode(*part, before))
             except NotFinite as error:
                 raise NotFinite(error.tensor, f" of {name}") from None
         counts = torch.tensor([len(encoded.frames) for encoded in each], dtype=torch.uint8)
@@ -96,6 +112,10 @@ class Pieces(Codec):
     @property
     def everything(self) -> bool:
         return self.codec.everything
+
+    @property
+    def by_known(self) -> bool:
+        return self.codec.by_known
 
     def of_differences(self) -> Codec:
         return replace(self, codec=self.codec.of_differences())

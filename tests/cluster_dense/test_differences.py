@@ -428,6 +428,16 @@ def test_among_processes_it_is_as_in_one_whoever_dies_or_comes_back(
         far.go_and_come(set())
 
 
+@pytest.mark.parametrize("keep", [0.94, 0.95, 0.96, 0.97])
+def test_where_messages_are_as_long_as_two_vectors_it_is_as_in_one_process(keep: float) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        far = Far(2, pieces(keep=keep), Hall().ring, threads)
+        for _ in range(6):
+            far.check_round([0, 1])
+        assert far.counter.totals() == far.near.counter.totals()
+        far.go_and_come(set())
+
+
 @pytest.mark.parametrize(
     "codec",
     [

@@ -246,7 +246,7 @@ class PublicCopy(Strategy):
             assert isinstance(end, PublicCopy), "all members send alike"
             end._begin(payload, complete and len(ends) > 1)
         messages = [payload.message for payload in payloads if payload.message is not None]
-        if not messages or sum(each.byte_count for each in messages) > 2 * payloads[0].vector.nbytes:
+        if not messages or sum(len(bundle(each.frames)) for each in messages) > 2 * payloads[0].vector.nbytes:
             return super().mean_here(ends, payloads, complete)
         for payload in payloads:
             payload.whole = False

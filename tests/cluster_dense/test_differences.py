@@ -22,7 +22,7 @@ from shadowsync.compression.threshold import Threshold
 from shadowsync.compression.wire import WireCounter
 from shadowsync.errors import DataError, NonFiniteTensor, RunError
 from shadowsync.rpc.served import Served
-from shadowsync.rpc.tensors import bundle, unbundle
+from shadowsync.rpc.tensors import bundle, bundle_length, unbundle
 from shadowsync.sync.all_reduce import LocalAverages, MakeRing, PublicCopy, RemoteAveraging, mean_of, strategy_of
 from shadowsync.sync.averaging import AveragingService
 from shadowsync.sync.bmuf import Bmuf
@@ -324,6 +324,7 @@ def test_tensors_cross_as_one_row_of_bytes() -> None:
         assert got.dtype == tensor.dtype
         assert torch.equal(got, tensor)
     assert unbundle(bundle([])) == ()
+    assert [bundle_length(some) for some in (tensors, [])] == [len(row), len(bundle([]))]
     for broken in (row[:-1], row[:5], row[:2], torch.full((40,), 255, dtype=torch.uint8)):
         with pytest.raises(DataError, match="are no tensors"):
             unbundle(broken.clone())

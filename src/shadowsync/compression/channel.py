@@ -82,10 +82,7 @@ class Stream:
 
     def encode(self, tensor: Tensor, groups: Sequence[int] = ()) -> Encoded:
         """The next message; as `Codec.encode`, but `NonFiniteTensor` names what cannot cross."""
-        # workers of one trainer may share a stream; each message starts from the state of the last
-        with self._lock, naming(self._about, self._part_of):
-            encoded = self.codec.encode(tensor, self._state, groups)
-            self._state = encoded.state
+        encoded = self._next(lambda state: self.codec.encode(tensor, state, groups))
         if self._channel is not None:
             self._channel.count(encoded.byte_count, tensor.nbytes)
             if self.codec.sparse:
@@ -94,19 +91,21 @@ class Stream:
 
     def encode_change(self, change: Tensor, known: Tensor, rate: float) -> Encoded:
         """The next message, as `Codec.encode_change`; raises as `encode`. Its bytes are counted by whoever sends it."""
-        with self._lock, naming(self._about, self._part_of):
-            encoded = self.codec.encode_change(change, known, rate, self._state)
-            self._state = encoded.state
-        return encoded
+        return self._next(lambda state: self.codec.encode_change(change, known, rate, state))
 
     def encode_under(self, tensor: Tensor, kept: Tensor | None) -> Encoded:
         """The next message, of the elements at `kept` alone; raises as `encode`. All messages are of one sort."""
-        with self._lock, naming(self._about, self._part_of):
-            encoded = self.codec.encode_under(tensor, kept, self._state)
-            self._state = encoded.state
+        encoded = self._next(lambda state: self.codec.encode_under(tensor, kept, state))
         if self._channel is not None:
             self._channel.count(encoded.byte_count, tensor.nbytes)
             self._channel.count_kept(tensor.numel(), encoded.kept_count)
+        return encoded
+
+    def _next(self, encode: Callable[[Any], Encoded]) -> Encoded:
+        # workers of one trainer may share a stream; each message starts from the state of the last
+        with self._lock, naming(self._about, self._part_of):
+            encoded = encode(self._state)
+            self._state = encoded.state
         return encoded
 
     def cross(self, tensor: Tensor, groups: Sequence[int] = ()) -> Decoded:

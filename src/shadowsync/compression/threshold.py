@@ -256,7 +256,7 @@ class Threshold(Codec):
             least = as_numbers(known).view(-1).numpy() * np.float32(self.significance * rate)
         floors = np.maximum(np.abs(least, out=least).view(np.int32), LEAST)
         kept = reach(total.numpy(), floors)
-        return self._message(change, total, None if len(kept) == len(total) else kept, before, before)
+        return self._message(change, total, kept, before, before)
 
     def _message(
         self,
@@ -269,6 +269,8 @@ class Threshold(Codec):
     ) -> Encoded:
         """The elements of the total at `kept`; `chosen` is the state with what selecting them changed in it."""
         shape = tuple(tensor.shape)
+        if kept is not None and len(kept) == len(total):
+            kept = None
         sent = total if kept is None else torch.from_numpy(total.numpy().take(kept))
         if not bool(np.isfinite(sent.numpy()).all()):
             raise NotFinite(total.view(shape))
@@ -350,7 +352,7 @@ class Threshold(Codec):
             after = replace(after, refreshes=before.refreshes + 1, early=before.early + (not due))
         else:
             after = replace(before, age=before.age + 1, share=before.share + (share - before.share) / SETTLING)
-        return None if len(kept) == count else kept, replace(after, floors=floors)
+        return kept, replace(after, floors=floors)
 
     def _drifted(self, before: ThresholdState, asked: float) -> bool:
         """The mean share has left its band, and a selection can be expected to bring it back."""

@@ -135,11 +135,17 @@ _BUNDLE = msgspec.msgpack.Decoder(tuple[tuple[Spec, ...], tuple[Annotated[int, m
 
 def bundle(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors as bytes (uint8, one dimension): a header that says what they are, then their memory."""
-    parts = [bytes_of(tensor) for tensor in tensors]
-    header = msgspec.msgpack.encode((tuple(map(spec_of, tensors)), tuple(map(len, parts))))
-    return torch.frombuffer(
-        bytearray(b"".join((len(header).to_bytes(_LENGTH, "big"), header, *parts))), dtype=torch.uint8
-    )
+    return torch.frombuffer(bytearray(b"".join((_bundle_header(tensors), *map(bytes_of, tensors)))), dtype=torch.uint8)
+
+
+def bundle_length(tensors: Sequence[Tensor]) -> int:
+    """Of their `bundle`, which is not made."""
+    return len(_bundle_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
+
+
+def _bundle_header(tensors: Sequence[Tensor]) -> bytes:
+    header = msgspec.msgpack.encode((tuple(map(spec_of, tensors)), tuple(tensor.nbytes for tensor in tensors)))
+    return len(header).to_bytes(_LENGTH, "big") + header
 
 
 def unbundle(row: Tensor) -> tuple[Tensor, ...]:

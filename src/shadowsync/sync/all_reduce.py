@@ -26,7 +26,7 @@ from shadowsync.rpc.connection import Connection
 from shadowsync.rpc.errors import GONE, CallTimeout
 from shadowsync.rpc.pending import Pending, ended
 from shadowsync.rpc.served import Client, ask, later
-from shadowsync.rpc.tensors import bundle, unbundle
+from shadowsync.rpc.tensors import bundle, bundle_length, unbundle
 from shadowsync.sync.averaging import AveragingService, LastAverages, Phase, Verdict
 from shadowsync.sync.machine import Neighbours, ReplicaMemory
 from shadowsync.sync.meeting import EVERYBODY, Meeting
@@ -246,7 +246,7 @@ class PublicCopy(Strategy):
             assert isinstance(end, PublicCopy), "all members send alike"
             end._begin(payload, complete and len(ends) > 1)
         messages = [payload.message for payload in payloads if payload.message is not None]
-        if not messages or sum(len(bundle(each.frames)) for each in messages) > 2 * payloads[0].vector.nbytes:
+        if not messages or sum(bundle_length(each.frames) for each in messages) > 2 * payloads[0].vector.nbytes:
             return super().mean_here(ends, payloads, complete)
         for payload in payloads:
             payload.whole = False

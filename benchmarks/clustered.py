@@ -1,5 +1,6 @@
 """What the benchmarks of a cluster share: runs inside a testbed, and results that are kept, so that they go on."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+from machine import describe
 from namespaces import TestbedError
 from testbed import RayNode, Testbed
 
@@ -62,6 +64,22 @@ class Cells:
                 kept = json.loads(line)
                 found[kept["cell"]] = kept["result"]
         return found
+
+
+def run_and_report(
+    parser: argparse.ArgumentParser,
+    run_all: Callable[[argparse.Namespace, Cells], None],
+    report: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> None:
+    """A script's work: what is missing is run and kept in the folder `--out`, then all results are reported; with
+    `--report` nothing is run."""
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--report", action="store_true")
+    given = parser.parse_args()
+    kept = Cells(given.out)
+    if not given.report:
+        run_all(given, kept)
+    print("\n".join(describe()), report(kept.all()), sep="\n\n")
 
 
 def train_command(out: Path, overrides: Sequence[str]) -> list[str]:

@@ -94,6 +94,12 @@ def with_interval(values: Sequence[float], signed: bool = False) -> str:
     return f"{statistics.fmean(values):{sign}.4f}" + ("" if half is None else f" ±{half:.4f}")
 
 
+def difference(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> str:
+    """Of the AUCs of two ways, paired by seed."""
+    pairs = [first[seed]["auc"] - second[seed]["auc"] for seed in sorted(first.keys() & second.keys())]
+    return with_interval(pairs, signed=True) if pairs else "-"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as they need be: the first to the left, the others to the right; floats with 4 digits."""
     cells = [list(header), *([f"{c:,.4g}" if isinstance(c, float) else str(c) for c in row] for row in rows)]

@@ -22,8 +22,8 @@ import shadowsync.compression
 from shadowsync import Job
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells
-from machine import commit, describe, table, with_interval
+from clustered import Cells, run_and_report
+from machine import commit, difference, table, with_interval
 from quality import TASKS
 from two_sites import keep_of
 
@@ -77,13 +77,12 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for (task, parts, way), runs in found.items():
         other = found.get((task, parts, "the largest"), {}) if way == "a part" else {}
-        pairs = [runs[seed]["auc"] - other[seed]["auc"] for seed in sorted(other.keys() & runs.keys())]
         lines.append(
             (
                 *(task, way if parts == 1 else f"{way}, 1/{parts}"),
                 f"{statistics.fmean(row['sent'] for row in runs.values()) / 1e6:.1f}",
                 *(with_interval([row[key] for row in runs.values()]) for key in ("auc", "ne")),
-                with_interval(pairs, signed=True) if pairs else "-",
+                difference(runs, other),
             )
         )
     return table(["task", "what crosses", "MB", "AUC", "NE", "a part - the largest"], lines)
@@ -92,16 +91,10 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--parts", type=int, nargs="+", default=[10, 30])
     parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--report", action="store_true")
-    given = parser.parse_args()
-    kept = Cells(given.out)
-    if not given.report:
-        run_all(given, kept)
-    print("\n".join(describe()), report(kept.all()), sep="\n\n")
+    run_and_report(parser, run_all, report)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from shadowsync import Job
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
-from machine import commit, describe, table, with_interval
+from machine import commit, describe, difference, table, with_interval
 
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
@@ -180,12 +180,6 @@ def by_way(rows: Sequence[Mapping[str, Any]]) -> dict[Way, dict[int, Mapping[str
         way = (row["trainers"], row["workers"], row["method"], row["schedule"], " ".join(row["options"]))
         found.setdefault(way, {})[row["seed"]] = row
     return found
-
-
-def difference(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> str:
-    """Of the AUCs, paired by seed."""
-    pairs = [first[seed]["auc"] - second[seed]["auc"] for seed in first.keys() & second.keys()]
-    return with_interval(pairs, signed=True) if pairs else "-"
 
 
 def line(way: Way, runs: Mapping[int, Mapping[str, Any]], single: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -19,8 +19,8 @@ from typing import Any
 from shadowsync.report.files import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train
-from machine import commit, describe, table
+from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
+from machine import commit, table
 from namespaces import bits_per_second
 from scaling import BACK_TO_BACK, BATCH, TASK, layout, steady_rate
 from testbed import RayNode, Testbed
@@ -95,18 +95,12 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trainers", type=int, default=16)
     parser.add_argument("--rate", default="60mbit", help="of each trainer's link")
     parser.add_argument("--slower", type=float, default=10.0)
     parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step")
     parser.add_argument("--steps", type=int, default=60, help="of each trainer")
-    parser.add_argument("--report", action="store_true")
-    given = parser.parse_args()
-    kept = Cells(given.out)
-    if not given.report:
-        run_all(given, kept)
-    print("\n".join(describe()), report(kept.all()), sep="\n\n")
+    run_and_report(parser, run_all, report)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ TRAINS = (
 )
 """Of every result that is a quality."""
 THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"
+"""Of a dense part that crosses in part."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train
-from machine import commit, describe, table, with_interval
+from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
+from machine import commit, difference, table, with_interval
 from testbed import RayNode, Testbed
 
 JOB = (
@@ -99,7 +99,6 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     for (of, way), runs in ways.items():
         found = list(runs.values())
         other = ways.get((of, "significant"), {}) if way == "largest" else {}
-        pairs = [other[seed]["auc"] - runs[seed]["auc"] for seed in sorted(other.keys() & runs.keys())]
         lines.append(
             (
                 way if way == PLAIN else f"{way}, v = {of:g}" if way == "significant" else "as much, the largest",
@@ -108,7 +107,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{statistics.fmean(row['syncs'] for row in found):,.0f}",
                 f"{statistics.median(row['eps'] for row in found):,.0f}",
                 with_interval([row["auc"] for row in found]),
-                with_interval(pairs, signed=True) if pairs else "-",
+                difference(other, runs),
             )
         )
     head = ["what crosses", "of whole", "MB", "averages", "examples/s", "AUC", "significant - largest"]
@@ -118,17 +117,11 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--significance", type=float, nargs="+", default=[0.003, 0.03, 0.3])
     parser.add_argument("--rate", default="40mbit", help="of each site's link")
     parser.add_argument("--rows", type=int, default=200_000)
-    parser.add_argument("--report", action="store_true")
-    given = parser.parse_args()
-    kept = Cells(given.out)
-    if not given.report:
-        run_all(given, kept)
-    print("\n".join(describe()), report(kept.all()), sep="\n\n")
+    run_and_report(parser, run_all, report)
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def measure(variant: str, batch: int, rows: int) -> dict[str, float]:
     assert result.train.auc is not None
     keys = result.keys
     told = {} if keys is None else {"keys": keys.keys, "evicted": keys.evicted}
-    half = next(frame for frame in frames if frame[1] >= rows / 2)
+    half = next((frame for frame in frames[:-1] if frame[1] >= rows / 2), (0.0, 0))  # all of it, where it is that short
     late = (frames[-1][1] - half[1]) / (frames[-1][0] - half[0])
     return {"eps": result.throughput.eps, "late": late, "auc": result.train.auc, **told}
 

@@ -74,7 +74,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "hogwild": Experiment("quality.py", ("hogwild",)),
     "switching": Experiment(
         "switching.py",
-        ("--tasks", "demo", "synthetic", "--workers", "16", "64"),
+        ("--study",),
         (*TRAINS, f"{CODE}aggregation"),
         picture=True,
     ),
@@ -103,6 +103,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "partial_averages": Experiment(
         "partial_averages.py",
         depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py", "benchmarks/codecs/partial.py"),
+    ),
+    "placement": Experiment(
+        "placement.py",
+        depends=tuple(f"{CODE}embedding/{part}.py" for part in ("placement", "server", "fbgemm_storage", "client")),
     ),
     "scaling": Experiment(
         "scaling.py",

@@ -2,6 +2,7 @@
 
     python benchmarks/switching.py --out FOLDER [--seeds 3] [--tasks demo ids synthetic] [--workers 2 4 8 16]
         [--methods async bsp hop_bs hop_bw gba] [--optimizers adagrad adam] [--picture switching.png]
+    python benchmarks/switching.py --out FOLDER --study [--seeds 3]
     … --report      prints the table of what has been run so far
 
 A task is trained for half an epoch synchronously, then by another method from that checkpoint with the same optimizer
@@ -14,6 +15,9 @@ whoever computes it. A run ends at the switch and at the quarter within a frame 
 trained anew, so a switch begins with nothing under way. Staleness and examples/s are those of the other method, up to
 the quarter or the switch; the speed of more than one worker is that of emulated machines.
 
+`--study` is what the documentation shows: every method on 16 workers, even and with stragglers; `async` and `gba` on
+64, and with other models; `gba` in batches of another size than those of the synchronous phase, of the same global one.
+
 Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a line of
 FOLDER/runs.jsonl; started again, the script goes on where it stopped. First halves that cells share are kept in
 FOLDER/halves.
@@ -24,7 +28,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from machine import describe, table
 
 from shadowsync.metrics.history import Frame
 
+MODEL = "dlrm"
 PER_STEP = 16
 """Batches of a global step."""
 BATCH = 512
@@ -68,6 +73,7 @@ class Task:
         rows: to train on; None for all.
         batch: samples of a worker's batch; a global step has 16 times as many.
         step_ms: of an emulated step, for each worker.
+        model: by name.
     """
 
     name: str
@@ -76,6 +82,7 @@ class Task:
     seed: int = 0
     batch: int = BATCH
     step_ms: float = STEP_MS
+    model: str = MODEL
 
     @property
     def title(self) -> str:
@@ -83,13 +90,17 @@ class Task:
         rows = "" if self.rows is None else f"-{self.rows}"
         batch = "" if self.batch == BATCH else f"-batch{self.batch}"
         step = "" if self.step_ms == STEP_MS else f"-step{self.step_ms:g}"
-        return f"{self.name}{rows}{batch}{step}-{self.optimizer}-seed{self.seed}"
+        model = "" if self.model == MODEL else f"-{self.model}"
+        return f"{self.name}{model}{rows}{batch}{step}-{self.optimizer}-seed{self.seed}"
 
-    def overrides(self, method: str, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
-        """The configuration under a method."""
+    def overrides(
+        self, method: str, others: Sequence[str] = ("train.workers=1",), batch: int | None = None
+    ) -> list[str]:
+        """The configuration under a method, which may take batches of another size."""
         rows = [] if self.rows is None else [f"data.rows={self.rows}"]
         batches = [f"aggregation.method={method}", f"aggregation.global_batch={PER_STEP * self.batch}"]
-        fixed = [f"train.batch_size={self.batch}", f"train.seed={self.seed}", "report.every_s=0.05"]
+        fixed = [f"train.batch_size={batch or self.batch}", f"train.seed={self.seed}", "report.every_s=0.05"]
+        fixed.append(f"model.name={self.model}")
         return [*TASKS[self.name], *OPTIMIZERS[self.optimizer], *rows, *batches, *fixed, *others]
 
 
@@ -103,6 +114,7 @@ class Cell:
         workers: emulated, of that method.
         busy: some of them are slow at a time.
         back: from that method to synchronous training, instead of the other way.
+        batch: samples of a batch under that method; None for as many as in the synchronous phase.
     """
 
     task: Task
@@ -110,17 +122,20 @@ class Cell:
     workers: int = 1
     busy: bool = False
     back: bool = False
+    batch: int | None = None
 
     @property
     def name(self) -> str:
         """Of its file."""
         way = f"{self.method}-to-sync" if self.back else f"sync-to-{self.method}"
-        return f"{self.task.title}-{way}-w{self.workers}{'-busy' if self.busy else ''}"
+        batch = "" if self.batch is None else f"-local{self.batch}"
+        return f"{self.task.title}-{way}-w{self.workers}{batch}{'-busy' if self.busy else ''}"
 
     def overrides(self) -> list[str]:
         """The configuration of the part that is not synchronous."""
         slow = f"{BUSY},seed={self.task.seed}" if self.busy else None
-        return self.task.overrides(self.method, workers(self.workers, self.task.step_ms * self.workers, slow))
+        step_ms = self.task.step_ms * self.workers * (self.batch or self.task.batch) / self.task.batch
+        return self.task.overrides(self.method, workers(self.workers, step_ms, slow), self.batch)
 
 
 def grid(given: argparse.Namespace) -> list[Cell]:
@@ -131,6 +146,20 @@ def grid(given: argparse.Namespace) -> list[Cell]:
     cells = [Cell(task, "sync") for task in tasks]
     settings = itertools.product(tasks, given.methods, given.workers, (False, True), (False, True))
     return cells + [Cell(*setting) for setting in settings]
+
+
+def study(seeds: int, rows: int | None) -> Iterator[Cell]:
+    """Seed by seed."""
+    for seed in range(seeds):
+        tasks = [Task(name, "adagrad", rows, seed) for name in ("demo", "synthetic")]
+        models = [Task("demo", "adagrad", rows, seed, model=model) for model in ("deepfm", "dien", "youtube_dnn")]
+        yield from (Cell(task, "sync") for task in (*tasks, *models))
+        for task, back in itertools.product(tasks, (False, True)):
+            yield from (Cell(task, method, 16, busy, back) for method in METHODS[1:] for busy in (False, True))
+            yield from (Cell(task, method, 64, back=back) for method in ("async", "gba"))
+            yield from (Cell(task, "gba", count, back=back, batch=batch) for count, batch in ((16, 128), (4, 2048)))
+        for task, back in itertools.product(models, (False, True)):
+            yield from (Cell(task, method, 16, back=back) for method in ("async", "gba"))
 
 
 def run(cell: Cell, halves: Path) -> dict[str, Any]:
@@ -158,7 +187,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
         "eps": trained / max(1e-9, own[-1].seconds - own[0].seconds),
         "staleness": statistics.fmean(ages) if ages else 0.0,
         "max_staleness": done.max_staleness,
-        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * cell.task.batch / max(1, trained),
+        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * (cell.batch or cell.task.batch) / max(1, trained),
         "load": load_average(),
     }
 
@@ -181,7 +210,7 @@ def _half(frame: Frame) -> bool:
 def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a run must share with the one that stays synchronous."""
     task = row["task"]
-    return task["name"], task["optimizer"], task["rows"], task["seed"], task.get("batch", BATCH)
+    return tuple(task[part] for part in ("name", "model", "optimizer", "rows", "seed", "batch"))
 
 
 def against_sync(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -195,12 +224,13 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in against_sync(rows):
         task = row["task"]
-        key = (task["name"], task["optimizer"], row["back"], row["busy"], row["workers"], row["method"])
+        of = task["name"], task["model"], task["optimizer"]
+        key = (*of, row["back"], row["workers"], row["batch"] or task["batch"], row["busy"], row["method"])
         found.setdefault(key, []).append(row)
     lines = [
         (
             f"{method} to sync" if back else f"sync to {method}",
-            *(name, optimizer, workers_, "busy" if busy else "even", len(mine)),
+            *(name, model, optimizer, f"{workers_} x {batch:,}", "busy" if busy else "even", len(mine)),
             *(f"{statistics.fmean(row[moment] for row in mine):.4f}" for moment in MOMENTS),
             f"{statistics.fmean(row['gain'] for row in mine):+.4f}",
             f"{min(row['gain'] for row in mine):+.4f}",
@@ -208,14 +238,16 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{statistics.fmean(100 * row['dropped'] for row in mine):.1f} %",
             f"{statistics.fmean(row['eps'] for row in mine):,.0f}",
         )
-        for (name, optimizer, back, busy, workers_, method), mine in sorted(found.items())
+        for (name, model, optimizer, back, workers_, batch, busy, method), mine in sorted(found.items())
     ]
-    header = ["switch", "task", "optimizer", "workers", "cluster", "seeds", "AUC before", "a quarter on", "end"]
-    return table([*header, "to sync", "worst", "staleness", "dropped", "examples/s"], lines)
+    header = ["switch", "task", "model", "optimizer", "workers", "cluster", "seeds", "AUC before", "a quarter on"]
+    return table([*header, "end", "to sync", "worst", "staleness", "dropped", "examples/s"], lines)
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """AUC at the three moments, a panel for each task and direction, a line for each method and number of workers."""
+    """AUC at the three moments, a panel for each task and direction, a line for each method and number of workers; with
+    the first model, in batches of one size."""
+    rows = [row for row in rows if row["task"]["model"] == MODEL and row["batch"] is None]
     panels = sorted({(row["task"]["name"], row["task"]["optimizer"], row["back"]) for row in rows})
     figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
     every = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -243,11 +275,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="to train on; all of them if it is left out")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of a worker's batch, 16 of them in a step")
     parser.add_argument("--step-ms", type=float, default=STEP_MS, help="of an emulated step, for each worker")
+    parser.add_argument("--study", action="store_true", help="what the documentation shows, instead of a grid")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     print("\n".join(describe()))
-    kept, cells = Cells(given.out), grid(given)
+    kept, cells = Cells(given.out), list(study(given.seeds, given.rows)) if given.study else grid(given)
     for cell in [] if given.report else cells:
         if kept.read(cell.name) is None:
             kept.write(cell.name, run(cell, given.out / "halves"))

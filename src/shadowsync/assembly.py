@@ -18,7 +18,7 @@ from shadowsync.data.source import Dynamic, OpenSource, Schema
 from shadowsync.embedding.keys import KeyRules
 from shadowsync.embedding.mapped_storage import MappedStorage
 from shadowsync.embedding.optimizers import RowOptimizer
-from shadowsync.embedding.placement import measure_costs, place, row_wise
+from shadowsync.embedding.placement import Cost, measure_costs, place, row_wise
 from shadowsync.embedding.routing import NEVER, UniqueRows
 from shadowsync.embedding.storage import AUTO, storage_class
 from shadowsync.embedding.table import (
@@ -171,7 +171,8 @@ def place_tables(
         placed = row_wise(tables, optimizer, count, capacity)
     else:
         costs = _costs(config, choices, schema, tables, source, module)
-        placed = place(tables, costs, optimizer, count, capacity, config.embedding.split_rows)
+        apart = config.cluster.address is not None and config.embedding.split_rows is None
+        placed = place(tables, costs, optimizer, count, capacity, config.embedding.split_rows, cut_costly=apart)
     return tuple(shards for shards in placed if shards)
 
 
@@ -182,7 +183,7 @@ def _costs(
     tables: tuple[Table, ...],
     source: OpenSource | None,
     module: nn.Module | None,
-) -> Mapping[str, float]:
+) -> Mapping[str, Cost]:
     """Of each table by name, measured with the first ids that can be used; alike where there are none among the first
     few thousand rows, or nothing to choose."""
     batch = None
@@ -190,7 +191,7 @@ def _costs(
         parts = (source.read(part) for part in source.slices(PROFILED_ROWS)[:PROFILED_SLICES])
         batch = next((batch for batch in parts if len(batch)), None)
     if batch is None:
-        return {table.name: 1.0 for table in tables}
+        return {table.name: Cost(1.0) for table in tables}
     ids = module.ask(batch, training=True)[0] if isinstance(module, Wrapped) else batch.ids
     storage = storage_class(AUTO) if choices.storage.on_disk else choices.storage
     return measure_costs(tables, features_of(module, schema), [ids], storage, row_optimizer(config.embedding))

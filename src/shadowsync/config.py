@@ -261,7 +261,8 @@ class EmbeddingConfig(Section):
     """table_wise packs whole tables, by their measured cost; row_wise cuts every table evenly over all servers, which
     costs more and makes servers alike"""
     split_rows: int | None = Field(None, ge=1)
-    """tables of more rows are cut into parts of at most this many; None cuts only if balance needs it"""
+    """tables of more rows are cut into parts of at most this many; null cuts what is too large for a server, and on a
+    cluster tables of so many ids in a sample that others would wait for their server"""
     tables: tuple[TableConfig, ...] | None = None
     """the tables; None makes one for each feature of the source"""
     pooling: dict[str, Pooling] = Field({})

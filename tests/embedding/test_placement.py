@@ -9,9 +9,12 @@ from embedding_cases import ADAGRAD, ADAM, SGD, STORAGES, random_ids, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowsync.assembly import make_tables, place_tables
+from shadowsync.choices import choose_all
+from shadowsync.config import parse
 from shadowsync.embedding import placement
 from shadowsync.embedding.optimizers import RowwiseAdagrad
-from shadowsync.embedding.placement import SURROGATE_ROWS, cut, measure_costs, place, row_wise
+from shadowsync.embedding.placement import SURROGATE_ROWS, Cost, costly_parts, cut, measure_costs, place, row_wise
 from shadowsync.embedding.storage import Storage
 from shadowsync.embedding.table import Shard
 from shadowsync.embedding.torch_storage import TorchStorage
@@ -25,7 +28,12 @@ def many(rows, dim=4):
 
 
 def even(tables):
-    return {found.name: 1.0 for found in tables}
+    return of_ids({found.name: 1.0 for found in tables})
+
+
+def of_ids(costs):
+    """So many ids in a sample that the bags do not count."""
+    return {name: Cost(seconds, bags=0.0) for name, seconds in costs.items()}
 
 
 jobs = st.tuples(
@@ -41,7 +49,7 @@ jobs = st.tuples(
 def test_each_row_is_in_one_shard_and_loads_stay_within_the_bound_of_lpt(job):
     rows, costs, count, split_rows = job
     tables, servers = many(rows), (count, None, split_rows)
-    cost = {found.name: costs[index] for index, found in enumerate(tables)}
+    cost = of_ids({found.name: costs[index] for index, found in enumerate(tables)})
     placed = place(tables, cost, ADAGRAD, *servers)
     assert placed == place(tables, dict(reversed(cost.items())), ADAGRAD, *servers)
     assert len(placed) == count
@@ -51,20 +59,20 @@ def test_each_row_is_in_one_shard_and_loads_stay_within_the_bound_of_lpt(job):
         assert spans[-1][1] == found.rows
         assert split_rows is None or max(stop - start for start, stop in spans) <= split_rows
     items = [item.cost for item in cut(tables, cost, ADAGRAD, *servers)]
-    loads = [sum(cost[s.table.name] * s.rows / s.table.rows for s in shards) for shards in placed]
+    loads = [sum(cost[s.table.name].of(s.rows / s.table.rows) for s in shards) for shards in placed]
     # what no packing can beat, and Graham's 4/3 − 1/(3m) over it is at most mean + (1 − 1/m) of the last item placed
     assert max(loads) <= sum(items) / count + (1 - 1 / count) * max(items) + 1e-9
 
 
 def test_the_costliest_go_first_to_the_least_loaded():
     tables = many([5] * 5)
-    cost = {"t0": 2.0, "t1": 3.0, "t2": 9.0, "t3": 4.0, "t4": 5.0}
+    cost = of_ids({"t0": 2.0, "t1": 3.0, "t2": 9.0, "t3": 4.0, "t4": 5.0})
     placed = place(tables, cost, SGD, 2)
     assert [[shard.table.name for shard in shards] for shards in placed] == [["t1", "t2"], ["t0", "t3", "t4"]]
 
 
 def test_split_rows_cuts_into_even_parts():
-    placed = place(many([100]), {"t0": 1.0}, SGD, 2, split_rows=30)
+    placed = place(many([100]), of_ids({"t0": 1.0}), SGD, 2, split_rows=30)
     assert sorted(shard.rows for shards in placed for shard in shards) == [25] * 4
     assert [sum(shard.rows for shard in shards) for shards in placed] == [50, 50]
 
@@ -78,16 +86,65 @@ def test_only_what_is_larger_than_an_even_share_and_worth_it_is_cut(monkeypatch)
     assert [item.shard.rows for item in cut(tables, even(tables), SGD, 1)] == [100, 10, 10]
 
 
+MLPERF_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+
+
+def works(costs, parts, servers):
+    """Of each server."""
+    tables = many([1000] * len(costs))
+    counted = {name: cost._replace(seconds=cost.work(1.0)) for name, cost in costs.items()}
+    items = cut(tables, counted, SGD, servers, least_parts=parts)
+    placed = placement._pack(sorted(items, key=lambda item: -item.cost), servers, None)
+    return [sum(item.cost for item in found) for found in placed]
+
+
+@pytest.mark.parametrize(("servers", "before", "after"), [(4, 1.1, 1.05), (8, 2.2, 1.1), (16, 4.5, 1.25)])
+def test_a_table_of_many_ids_is_cut_where_others_wait_for_its_server(servers, before, after):
+    tables = many([1000] * 26)
+    costs = {table.name: Cost(1.0, 1, ids) for table, ids in zip(tables, MLPERF_IDS, strict=True)}
+    parts = costly_parts(tables, costs, servers)
+    assert parts["t20"] > 1
+    assert not any(costs[name].ids == 1 for name in parts)
+    whole, found = works(costs, {}, servers), works(costs, parts, servers)
+    assert max(whole) > before * sum(whole) / servers
+    assert max(found) < after * sum(found) / servers
+    assert max(found) < max(whole)
+
+
+def test_tables_of_single_ids_stay_whole():
+    tables = many([1000] * 3)
+    assert costly_parts(tables, {t.name: Cost(1.0) for t in tables}, 30) == {}
+    costs = {t.name: Cost(1.0, 1, 30) for t in tables}
+    assert [len(shards) for shards in place(tables, costs, SGD, 6)] == [1, 1, 1, 0, 0, 0]
+    assert [len(shards) for shards in place(tables, costs, SGD, 6, cut_costly=True)] == [1] * 6
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    rows=st.lists(st.integers(1, 40), max_size=8),
+    counts=st.lists(st.tuples(st.integers(1, 3), st.floats(0, 200), st.floats(0, 9)), min_size=8, max_size=8),
+    servers=st.integers(1, 6),
+)
+def test_cuts_depend_on_counts_alone_and_pay(rows, counts, servers):
+    tables = many(rows)
+    costs = {t.name: Cost(seconds, bags, ids) for t, (bags, ids, seconds) in zip(tables, counts, strict=False)}
+    parts = costly_parts(tables, costs, servers)
+    assert parts == costly_parts(tables, {name: cost._replace(seconds=1.0) for name, cost in costs.items()}, servers)
+    assert all(1 < parts.get(t.name, 2) <= max(2, min(t.rows, servers)) for t in tables)
+    placed = place(tables, costs, SGD, servers, cut_costly=True)
+    assert sum(shard.rows for shards in placed for shard in shards) == sum(rows)
+
+
 def test_no_server_holds_more_than_it_can():
     tables = many([40, 30, 20, 10])
-    placed = place(tables, {"t0": 1.0, "t1": 1.0, "t2": 50.0, "t3": 90.0}, ADAGRAD, 2, 50 * ROW)
+    placed = place(tables, of_ids({"t0": 1.0, "t1": 1.0, "t2": 50.0, "t3": 90.0}), ADAGRAD, 2, 50 * ROW)
     assert sorted(sum(shard.rows for shard in shards) for shards in placed) == [50, 50]
 
 
 def test_a_table_larger_than_a_server_is_cut():
-    placed = place(many([100]), {"t0": 1.0}, ADAGRAD, 4, capacity_bytes=25 * ROW)
+    placed = place(many([100]), of_ids({"t0": 1.0}), ADAGRAD, 4, capacity_bytes=25 * ROW)
     assert [[shard.rows for shard in shards] for shards in placed] == [[25]] * 4
-    split = cut(many([100]), {"t0": 1.0}, ADAGRAD, 4, 25 * ROW, split_rows=90)
+    split = cut(many([100]), of_ids({"t0": 1.0}), ADAGRAD, 4, 25 * ROW, split_rows=90)
     assert max(item.bytes for item in split) <= 25 * ROW
 
 
@@ -103,7 +160,7 @@ def test_a_row_takes_its_weights_and_state(rule, expected):
 
 
 def test_more_servers_than_tables_leave_some_empty():
-    assert [len(shards) for shards in place(many([5]), {"t0": 1.0}, SGD, 3)] == [1, 0, 0]
+    assert [len(shards) for shards in place(many([5]), of_ids({"t0": 1.0}), SGD, 3)] == [1, 0, 0]
     assert place([], {}, SGD, 2) == ((), ())
 
 
@@ -148,7 +205,10 @@ def test_cost_is_the_time_of_a_pull_and_a_push_of_the_tables_features(monkeypatc
     ids = random_ids([50, 10**9, 50], 30, 0)
     costs = measure_costs(tables, ["y", "big", "x"], [ids], Recording, ADAGRAD, 3, lambda: Recording.ticks)
     lengths = [len(ids.select([feature]).values) for feature in range(3)]
-    assert costs == {"big": 2 * lengths[1], "pair": 2 * (lengths[0] + lengths[2])}
+    assert costs == {
+        "big": Cost(2 * lengths[1], 1, lengths[1] / 30),
+        "pair": Cost(2 * (lengths[0] + lengths[2]), 2, (lengths[0] + lengths[2]) / 30),
+    }
     assert [shards[0].rows for shards in Recording.made] == [SURROGATE_ROWS, 50]
 
 
@@ -157,7 +217,7 @@ def test_the_median_ignores_a_disturbance():
     jumps = {3: 1000.0}
     clock = lambda: (tick := next(times)) + jumps.get(tick, 0.0)  # noqa: E731
     ids = random_ids([5], 4, 0)
-    assert measure_costs([table("t", 5)], ["t"], [ids], TorchStorage, ADAGRAD, 3, clock) == {"t": 1.0}
+    assert measure_costs([table("t", 5)], ["t"], [ids], TorchStorage, ADAGRAD, 3, clock)["t"].seconds == 1.0
 
 
 @pytest.mark.parametrize("storage", STORAGES[:2])  # not the code that is chosen nowhere
@@ -167,4 +227,15 @@ def test_a_feature_of_many_ids_costs_more_than_one_of_few(storage: type[Storage]
     # time of the processor, not of the day: other processes on this machine take none of it, but they do take its
     # caches, for some milliseconds on end
     costs = measure_costs(tables, ["few", *"abcdefgh"], [ids], storage, ADAGRAD, 15, time.thread_time)
-    assert 0 < costs["few"] < costs["many"] < 1
+    assert 0 < costs["few"].seconds < costs["many"].seconds < 1
+
+
+@pytest.mark.parametrize(("cluster", "shards"), [({}, 2), ({"runtime": "ray", "address": "10.0.0.1:6379"}, 4)])
+def test_a_job_cuts_tables_of_many_ids_where_its_servers_are_on_a_cluster(cluster, shards):
+    data = {"name": "synthetic", "rows": 1000, "features": 2, "multi_hot": 30, "table_rows": 500}
+    config = parse({"data": data, "embedding": {"servers": 4}, "cluster": cluster})
+    choices = choose_all(config, None)
+    source = choices.source.open("train", "error")
+    tables = make_tables(config, source.schema, None, choices.model)
+    placed = place_tables(config, choices, source.schema, tables, source)
+    assert sum(len(found) for found in placed) == shards

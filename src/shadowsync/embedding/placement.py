@@ -1,7 +1,8 @@
 """Which server holds which rows: bin packing by measured cost, within the servers' memory.
 
-Items are tables, or row parts of huge ones; each goes, the costliest first, to the server with the least cost so far
-that has room for it (longest processing time first: Graham 1969). Pure and deterministic.
+Items are tables, or row parts of huge and of costly ones; each goes, the costliest first, to the server with the least
+cost so far that has room for it (longest processing time first: Graham 1969). Pure and deterministic: what is measured
+decides where a part goes, and the counts of ids how many there are, so that a job's sums are the same every time.
 """
 
 import statistics
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,31 @@ from shadowsync.errors import ConfigError
 
 WORTH_CUTTING_BYTES = 64 << 20
 SURROGATE_ROWS = 1 << 15
+BAG_IDS = 6.0
+"""As many ids take as long as a bag does: pooled it is as quick as one, but a vector and its gradient cross for it."""
+WORTH_CUTTING = 0.8
+"""What a cut of a costly table leaves of its cost to a server, at most: none of single ids is cut."""
+
+
+class Cost(NamedTuple):
+    """What a pull and a push of a table take; a part pools as many bags as the whole, and its share of the ids.
+
+    Attributes:
+        seconds: in any unit.
+        bags, ids: in a sample, more than 0 together.
+    """
+
+    seconds: float
+    bags: float = 1.0
+    ids: float = 1.0
+
+    def of(self, share: float) -> float:
+        """Of a part with that share of the rows."""
+        return self.seconds * self.work(share) / self.work(1.0)
+
+    def work(self, share: float) -> float:
+        """Likewise, counted and not measured."""
+        return BAG_IDS * self.bags + self.ids * share
 
 
 class Item(NamedTuple):
@@ -35,27 +62,30 @@ class Item(NamedTuple):
 
 def place(
     tables: Sequence[Table],
-    costs: Mapping[str, float],
+    costs: Mapping[str, Cost],
     optimizer: RowOptimizer,
     servers: int,
     capacity_bytes: int | None = None,
     split_rows: int | None = None,
+    cut_costly: bool = False,
 ) -> tuple[tuple[Shard, ...], ...]:
     """The shards of each server, ordered by table and row; every row is in exactly one.
 
     Args:
-        costs: of each table by its name, in any unit (see `measure_costs`); a part costs its share of the rows.
+        costs: of each table by its name (see `measure_costs`).
         optimizer: of the rows, whose state takes memory beside them.
         capacity_bytes: what each server can hold; None for no limit.
         split_rows: tables of more rows are cut into parts of at most this many; None cuts only a table that is larger
             than a server may be, or than an even share of all memory (and than 64 MiB, below which an uneven share
-            hurts nobody). A costly table is no reason to cut it: every part must pool and send a vector for every
-            sample again, so that two parts cost nearly twice as much as one.
+            hurts nobody).
+        cut_costly: tables of many ids in a sample are cut, too, where the busiest server has less to do then: every
+            part pools and sends a vector for every sample again, so this is for servers that work side by side.
 
     Raises:
         ConfigError: the tables do not fit the servers' memory.
     """
-    items = cut(tables, costs, optimizer, servers, capacity_bytes, split_rows)
+    parts = costly_parts(tables, costs, servers) if cut_costly else {}
+    items = cut(tables, costs, optimizer, servers, capacity_bytes, split_rows, parts)
     by_cost = sorted(items, key=lambda item: (-item.cost, item.position, item.shard.start))
     by_bytes = sorted(items, key=lambda item: (-item.bytes, item.position, item.shard.start))
     # cost first packs best; where that leaves no room for a big table, big tables first packs tightest
@@ -94,11 +124,12 @@ def row_wise(
 
 def cut(
     tables: Sequence[Table],
-    costs: Mapping[str, float],
+    costs: Mapping[str, Cost],
     optimizer: RowOptimizer,
     servers: int,
     capacity_bytes: int | None = None,
     split_rows: int | None = None,
+    least_parts: Mapping[str, int] | None = None,
 ) -> list[Item]:
     """The tables, or their parts, as items; the parts of one table differ by at most one row, or set of rows."""
     share = sum(table.rows * row_bytes(table, optimizer) for table in tables) / servers
@@ -111,11 +142,21 @@ def cut(
         if capacity_bytes is not None:
             limit = min(limit, capacity_bytes)
         parts = -(-table.rows // min(table.rows, max(1, int(limit // each))))
+        parts = max(parts, (least_parts or {}).get(table.name, 1))
         edges = sorted({_edge(table, part, parts) for part in range(parts + 1)})
         for start, stop in pairwise(edges):
-            cost = costs[table.name] * (stop - start) / table.rows
+            cost = costs[table.name].of((stop - start) / table.rows)
             items.append(Item(Shard(table, start, stop), position, cost, (stop - start) * each))
     return items
+
+
+def costly_parts(tables: Sequence[Table], costs: Mapping[str, Cost], servers: int) -> dict[str, int]:
+    """In how many parts tables are cut that would keep a server longer than an even share of all work does, by a tenth
+    and more, where parts are so much cheaper than the whole that it pays."""
+    share = 1.1 * sum(cost.work(1.0) for cost in costs.values()) / servers
+    parts = {t.name: min(t.rows, servers, ceil(costs[t.name].work(1.0) / share)) for t in tables}
+    whole = {name: costs[name].work(1.0) for name in parts}
+    return {n: count for n, count in parts.items() if costs[n].work(1 / count) <= WORTH_CUTTING * whole[n]}
 
 
 def row_bytes(table: Table, optimizer: RowOptimizer) -> int:
@@ -153,8 +194,8 @@ def measure_costs(
     optimizer: RowOptimizer,
     repeats: int = 3,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """Seconds that one pull and one push of each table take, by the table's name: the median over batches and repeats.
+) -> dict[str, Cost]:
+    """What one pull and one push of each table take, by the table's name: the median over batches and repeats.
 
     A surrogate of at most 32,768 rows stands for the table, with ids folded into it: this keeps how many ids there are
     and how often the frequent ones repeat, costs a few MB, and leaves out only misses of the processor's caches on
@@ -177,5 +218,7 @@ def measure_costs(
                 held.pull(folded, wanted)
                 held.push(folded, wanted, gradient, 0.0)
                 seconds.append(clock() - start)
-        costs[table.name] = statistics.median(seconds)
+        samples = sum(batch.samples for batch in batches)
+        looked_up = sum(len(batch.select(positions).values) for batch in batches)
+        costs[table.name] = Cost(statistics.median(seconds), len(positions), looked_up / samples)
     return costs

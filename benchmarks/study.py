@@ -99,7 +99,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         ),
         root=True,
     ),
-    "two_sites": Experiment("two_sites.py", depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py"), root=True),
+    "two_sites": Experiment(
+        "two_sites.py", ("--seeds", "3"), depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py"), root=True
+    ),
     "partial_averages": Experiment(
         "partial_averages.py",
         depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py", "benchmarks/codecs/partial.py"),

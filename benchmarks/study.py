@@ -13,6 +13,7 @@ Tables stand in the documentation between a line `<!-- study NAME -->` and `<!--
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
@@ -162,16 +164,29 @@ def command(name: str, *more: str) -> list[str]:
 
 
 def run(name: str, until: float) -> int:
-    """Runs what is missing until that moment, and says in the record what was; the status, 0 where all has been run."""
+    """Runs what is missing until that moment, and says in the record what was; the status, 0 where all has been run.
+    Ctrl-C ends it, and goes on to the caller."""
     if EXPERIMENTS[name].root and os.geteuid() != 0:
         print(f"{name} is skipped: it lays out hosts of its own, which takes root rights", file=sys.stderr)
         return 1
-    before = runs_of(name)
+    folder_of(name).mkdir(parents=True, exist_ok=True)
+    with (folder_of(name) / "sessions.jsonl").open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(f"{name} is skipped: it is being run by another process", file=sys.stderr)
+            return 1
+        return _run(name, until, file)
+
+
+def _run(name: str, until: float, sessions: TextIO) -> int:
+    before, interrupted = runs_of(name), False
     told = commit(), str(machine()["processor"]), str(datetime.datetime.now(datetime.UTC).date())
     process = subprocess.Popen(command(name))
     try:
         status = process.wait(max(1.0, until - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
+        interrupted = isinstance(end, KeyboardInterrupt)
         process.terminate()
         try:
             process.wait(ENDING_S)
@@ -179,8 +194,9 @@ def run(name: str, until: float) -> int:
             process.kill()
         status = process.wait() or 1
     if added := runs_of(name) - before:
-        with (folder_of(name) / "sessions.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(Session(*told, added))) + "\n")
+        sessions.write(json.dumps(asdict(Session(*told, added))) + "\n")
+    if interrupted:
+        raise KeyboardInterrupt
     return status
 
 
@@ -249,7 +265,10 @@ def main() -> None:
         if unknown := set(arguments.names) - EXPERIMENTS.keys():
             parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(EXPERIMENTS)}")
         until = time.monotonic() + 60 * min(arguments.minutes, 60 * 24 * 7)
-        statuses = [run(name, until) for name in arguments.names or EXPERIMENTS if time.monotonic() < until]
+        try:
+            statuses = [run(name, until) for name in arguments.names or EXPERIMENTS if time.monotonic() < until]
+        except KeyboardInterrupt:
+            sys.exit(130)
         sys.exit(any(statuses))
     elif arguments.part == "write":
         write()

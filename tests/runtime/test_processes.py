@@ -1,5 +1,6 @@
 """Roles as processes of this machine: forked in no time, served, replaced, and gone with whoever started them."""
 
+import gc
 import json
 import os
 import select
@@ -61,7 +62,8 @@ def dies_in_a_thread(context: ProcessContext) -> Served:
 
 
 def says_what_is_loaded(_: ProcessContext) -> Served:
-    return Served(Greeter(json.dumps([name for name in ("torch", "zmq", "ray") if name in sys.modules])))
+    loaded = [name for name in ("torch", "zmq", "ray", "pandas") if name in sys.modules]
+    return Served(Greeter(json.dumps([*loaded, gc.isenabled()])))
 
 
 def test_a_part_is_served_from_another_process_and_another_takes_its_place(
@@ -197,7 +199,7 @@ def test_children_begin_with_what_takes_long_to_load(runtime: Processes, connect
     process = forked(runtime, "reader-1")
     process.build(says_what_is_loaded).result(PATIENCE_S)
     connection = connector.connect(process.endpoint(PATIENCE_S).address)
-    assert json.loads(ask(connection, Greeter.greet)) == ["torch", "zmq"]
+    assert json.loads(ask(connection, Greeter.greet)) == ["torch", "zmq", True]
     process.kill()
 
 

@@ -1,5 +1,6 @@
 """`benchmarks/study.py`: it runs what is missing, writes tables in their places, and says which of them are old."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -68,6 +69,34 @@ def test_a_table_is_written_in_its_place_and_says_when_its_code_has_changed(stud
     assert [(name, len(changes)) for name, changes in study.stale()] == [("one", 1)]
     study.write()
     assert "**Older than the code**, which has changed in 1 commits since." in (tmp_path / "page.md").read_text()
+
+
+def test_of_two_at_once_one_is_refused(study: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "records" / "one").mkdir(parents=True)
+    with (tmp_path / "records" / "one" / "sessions.jsonl").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert study.run("one", float("inf")) == 1
+    assert "one is skipped: it is being run by another process" in capsys.readouterr().err
+    assert study.run("one", float("inf")) == 0
+
+
+def test_ctrl_c_ends_it_and_what_was_run_is_on_record(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        waited = False
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not self.waited and "script.py" in str(self.args):
+                super().wait()
+                self.waited = True
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(study.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study.run("one", float("inf"))
+    assert [session.runs for session in study.sessions_of("one")] == [1]
 
 
 def test_a_page_without_the_place_and_an_unknown_commit_are_said(study: ModuleType, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 import pyarrow
-import pyarrow.dataset
 import pyarrow.parquet
 import torch
 
@@ -30,6 +29,8 @@ _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 _OF_TABLES = ("label", "columns", "categorical", "dense")
 _NOT_KEPT = (pl.Object, pl.Int128)
 """Types of values that nobody could read as what they were."""
+_OF_DATASETS = "pyarrow._dataset"
+"""Where pyarrow's datasets are. It is not imported, as it imports pandas where there is one, which takes as long."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
 
 
@@ -197,7 +198,7 @@ def _frames_of(table: Any) -> Iterator[pl.DataFrame] | None:
         return _of_pandas(table)
     if package == "datasets" and hasattr(table, "iter"):
         return _of_arrow(table.with_format("arrow").iter(batch_size=ROW_GROUP))
-    if isinstance(table, pa.dataset.Dataset):
+    if any(kind.__module__ == _OF_DATASETS for kind in type(table).__mro__):
         return _of_arrow(table.to_batches(batch_size=ROW_GROUP))
     if isinstance(table, pa.RecordBatch):
         return _of_arrow([table])

@@ -12,6 +12,7 @@ what becomes of a value is written down here, once.
 import datetime
 import decimal
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -267,10 +268,10 @@ class _Keys(IdColumn):
 
     def __init__(self, name: str, kind: Described, fit: Described, known: Known) -> None:
         super().__init__(name, kind, fit, known)
-        self._capacity, self._text = int(kind["capacity"]), fit.get("form") == "text"
+        self._capacity, self._hashed = int(kind["capacity"]), fit.get("form") in ("text", NOTHING)
 
     def find(self, *cells: Cells) -> Ids:
-        return cells[0].words.view(np.int64) if self._text else cells[0].integers
+        return cells[0].words.view(np.int64) if self._hashed else cells[0].integers
 
 
 class _Vocabulary(IdColumn):
@@ -671,6 +672,11 @@ def _refuse(bad: Mask, before: str, values: Any = None, after: str = "", _: str 
         raise ValueError(f"row {row + 1}: {told(row, before, values, after)}")
 
 
+def digest_of(columns: str) -> str:
+    """By which `metadata.json` knows its `columns.json` again."""
+    return hashlib.sha256(columns.encode()).hexdigest()
+
+
 def load(path: str | os.PathLike[str]) -> Model:
     """The model in a file that `shadowsync export` wrote; also in one that an older version wrote.
 
@@ -686,6 +692,8 @@ def load(path: str | os.PathLike[str]) -> Model:
     if not found["metadata.json"]:
         raise ValueError(f"{path} is no file that shadowsync export wrote: it has no metadata.json")
     metadata = json.loads(found["metadata.json"])
+    if metadata.get("columns") not in (None, digest_of(found["columns.json"])):
+        raise ValueError(f"{path}: what it says of its columns was learnt for another model: export the model again")
     described = json.loads(found["columns.json"] or "null")
     if described is None:  # numbers and ids are as the model was trained on them
         plain = {"kind": "dense", "log": False, "standardise": False, "clip": None, "missing": "error"}

@@ -87,6 +87,9 @@ def test_a_missing_number_counts_as_what_is_said(tmp_path: Path) -> None:
     assert dense(path, values, standardise=False, missing=7)[:, 0].tolist() == [1, 7, 3, 5]
     with pytest.raises(DataError, match=r"row 2: x is missing; mend it, or leave such rows out"):
         dense(path, values, missing="error")
+    for odd in (float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=r"data\.columns\.x\.missing.* finite number"):
+            dense(path, values, missing=odd)
 
 
 def test_indicators_stand_behind_their_columns(tmp_path: Path) -> None:

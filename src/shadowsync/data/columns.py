@@ -104,7 +104,7 @@ class Dense(Kind):
         Field(gt=0, lt=0.5, description="share of the numbers at each end that move to the bounds of the others"),
     ] = None
     missing: Annotated[
-        float | Literal["mean", "indicator", "error"],
+        Annotated[float, Field(allow_inf_nan=False)] | Literal["mean", "indicator", "error"],
         Field(
             description="what a missing number counts as: a number, or the mean (0 where not standardised); indicator: "
             "the mean, and a column NAME_missing says which; error: its row is a bad one"

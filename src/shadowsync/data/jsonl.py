@@ -50,7 +50,11 @@ class Jsonl(TextSource):
         return found
 
     def parse(self, text: bytes, file: TextFile, columns: Sequence[str]) -> pl.DataFrame | None:
-        frame = pl.read_ndjson(text.removeprefix(BOM_UTF8), schema={name: file.own[name] for name in columns})
+        types = {name: file.own[name] for name in columns}
+        decimals = {name: kind for name, kind in types.items() if kind.is_decimal()}
+        schema = {**types, **dict.fromkeys(decimals, pl.String())}
+        frame = pl.read_ndjson(text.removeprefix(BOM_UTF8), schema=schema)
+        frame = frame.with_columns(pl.col(name).cast(kind) for name, kind in decimals.items())
         for name in (name for name in columns if file.own[name] == pl.String):
             begins = frame[name].str.starts_with
             rows = (begins("[") | begins("{")).arg_true().to_list()

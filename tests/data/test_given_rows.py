@@ -215,6 +215,11 @@ BAD: dict[str, tuple[Any, str]] = {
     "mixed": ([{"a": [1, "x"]}], "data, batch 1: cannot be read: "),
     "complex numbers": ({"a": np.zeros(3, complex)}, "data: batch 1 holds Object in the column 'a': give numbers"),
     "numbers of more bits": ({"a": [2**70, 1]}, "data: batch 1 holds Int128 in the column 'a': give numbers"),
+    "lists of numbers of more bits": ({"a": [[2**70], [1]]}, r"data: batch 1 holds List\(Int128\) in the column 'a'"),
+    "unsigned numbers of more bits": (
+        pl.DataFrame({"a": pl.Series([1], dtype=pl.UInt128)}),
+        "data: batch 1 holds UInt128 in the column 'a': give numbers of up to 64 bits",
+    ),
     "a column as a batch": ([pl.Series("a", [1])], r"data: its batch 1 is a polars.*Series, each must be a polars"),
     "pairs": ([([1], [0])], "data: its batch 1 is a tuple, each must be a polars, pandas"),
     "its own error": (fails_after(3, KeyError("user")), "data: cannot be read: 'user'"),

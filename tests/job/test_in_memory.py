@@ -71,11 +71,13 @@ def test_rows_in_memory_have_the_scores_of_those_in_files(run: Path, form: str) 
         (lambda f: f.with_columns(item=pl.lit(3)), DataError, ("column 'item' holds Int32", "trained on strings")),
         (lambda f: f.with_columns(shop=pl.when(pl.int_range(pl.len()) == 5).then(99).otherwise("shop")), DataError,
          ("data, row 5: shop", "99")),
+        (lambda f: f.with_columns(shop=pl.lit(2**70)), DataError,
+         ("column 'shop'", "Int128, it must hold integers of up to 64 bits")),
         (lambda f: f.head(0), DataError, ("data holds no rows",)),
         (lambda f: 7, ConfigError, ("data is a int",)),
         (lambda f: {"item": "tea", "price": 1.0}, DataError, ("data: cannot be read: the column 'item'",)),
     ],
-    ids=["column", "type", "id", "none", "number", "scalars"],
+    ids=["column", "type", "id", "bits", "none", "number", "scalars"],
 )  # fmt: skip
 def test_rows_that_do_not_fit_are_one_sentence(run: Path, change: Any, error: Any, parts: tuple[str, ...]) -> None:
     frame = pl.read_parquet(run / "rows.parquet").drop("label")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.source import Dynamic
-from shadowsync.data.values import Values, form_of, has_numbers, integers, numbers, texts, words
+from shadowsync.data.values import LONG, Values, form_of, has_numbers, integers, numbers, texts, words
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import build, choose, split_options
 from shadowsync.serving import LARGEST, NOTHING, TEXTS, scaled
@@ -262,6 +262,8 @@ class Ids(Categorical):
     missing: Missing = "error"
 
     def refusal(self, kind: pl.DataType) -> str | None:
+        if str(kind) in LONG:
+            return "integers of up to 64 bits"
         if kind.is_integer() or kind in (pl.Boolean, pl.Null):
             return None
         return "integers, unless data.hash_size is given" if form_of(kind) in TEXTS else "integers or strings, or lists"

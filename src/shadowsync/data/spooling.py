@@ -18,6 +18,7 @@ import torch
 
 from shadowsync.config import Config, with_data
 from shadowsync.data.files import reading
+from shadowsync.data.values import LONG, is_list, value_type
 from shadowsync.data.writer import ROW_GROUP, writing_table
 from shadowsync.errors import ConfigError, DataError
 
@@ -27,8 +28,8 @@ Split = Literal["train", "test"]
 _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 """Of the section `data`, where rows of a split are."""
 _OF_TABLES = ("label", "columns", "categorical", "dense")
-_NOT_KEPT = (pl.Object, pl.Int128)
-"""Types of values that nobody could read as what they were."""
+_NOT_KEPT = ("Object", *LONG)
+"""Types, as polars calls them, of values that nobody could read as what they were."""
 _OF_DATASETS = "pyarrow._dataset"
 """Where pyarrow's datasets are. It is not imported, as it imports pandas where there is one, which takes as long."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
@@ -126,7 +127,7 @@ class Given:
         for name in before or frame.columns:
             kind = frame.schema[name]
             holds = f"{self.name}: batch {number} holds {kind} in the column {name!r}"
-            if kind in _NOT_KEPT:
+            if str(_innermost(kind)) in _NOT_KEPT:
                 raise DataError(f"{holds}: give numbers of up to 64 bits, text, dates, or lists of them")
             held = before.get(name, kind)
             either = _either(held, kind)
@@ -257,6 +258,10 @@ def _series(name: str, values: Any) -> pl.Series:
             f"the column {name!r} is {_described(values)}: give a list, an array or a tensor, a value for each row"
         )
     return pl.Series(name, values)
+
+
+def _innermost(kind: pl.DataType) -> pl.DataType:
+    return _innermost(value_type(kind)) if is_list(kind) else kind
 
 
 def _is_series(values: object) -> bool:

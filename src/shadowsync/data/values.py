@@ -20,7 +20,8 @@ from shadowsync.serving import DAY_US, NOTHING, TEXTS, Cells, Ids, Known, Mask, 
 
 pa: Any = pyarrow  # has no types
 
-_LONG = ("Int128", "UInt128")
+LONG = ("Int128", "UInt128")
+"""Types, as polars calls them, of whole numbers that no id holds."""
 _INLINE, _LENGTH, _HALF = 12, np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -30,7 +31,7 @@ def form_of(kind: pl.DataType) -> str | None:
     can be told apart."""
     if kind == pl.Null:
         return NOTHING
-    if kind in (pl.String, pl.Categorical, pl.Enum) or str(kind) in _LONG:
+    if kind in (pl.String, pl.Categorical, pl.Enum) or str(kind) in LONG:
         return "strings"
     if kind.is_decimal():
         return "decimals"

@@ -270,7 +270,7 @@ class Trained:
         """Rows in memory, whose columns are those of the run's, or are called like the model's features."""
         source: Any = self.choices.source
         source = source if isinstance(source, TableOptions) else parquet_of(self.schema, "rows")
-        source, first = source.unlabelled(), 0
+        source, first = source.unlabelled(), 1
         for frame in Given("data", rows.collect() if isinstance(rows, pl.LazyFrame) else rows).frames():
             columns = source.read_alike([(frame.schema, "data")])
             for piece in frame.iter_slices(BATCH_SIZE):

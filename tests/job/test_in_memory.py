@@ -70,7 +70,7 @@ def test_rows_in_memory_have_the_scores_of_those_in_files(run: Path, form: str) 
         (lambda f: f.drop("item"), DataError, ("data: there is no column 'item'",)),
         (lambda f: f.with_columns(item=pl.lit(3)), DataError, ("column 'item' holds Int32", "trained on strings")),
         (lambda f: f.with_columns(shop=pl.when(pl.int_range(pl.len()) == 5).then(99).otherwise("shop")), DataError,
-         ("data, row 5: shop", "99")),
+         ("data, row 6: shop", "99")),
         (lambda f: f.with_columns(shop=pl.lit(2**70)), DataError,
          ("column 'shop'", "Int128, it must hold integers of up to 64 bits")),
         (lambda f: f.head(0), DataError, ("data holds no rows",)),

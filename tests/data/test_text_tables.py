@@ -331,6 +331,8 @@ OBJECTS = jsonl_of(FRAME).splitlines()
             b'{"label": true, "price": 1, "item": 1, "word": ["me", "you"]}',
             r'word is \["me", "you"\], where the first rows .* hold text; mend it, or leave such rows out',
         ),
+        (b'{"label": true, "item": 1, "price": 1e400}', "price is 1e400, which cannot be read: numbers end at 1.8e308"),
+        (b'{"label": true, "item": 1, "more": [-1e400]}', r"more is \[-1e400\], which cannot be read"),
         (b'{"label": true, "price": NaN, "item": 1}', r"it is not a JSON object in one line \(NaN and Infinity are"),
         (b'{"price": 1, "item": 1}', r"the label \(label\) is missing, it must be 0 or 1"),
     ],

@@ -1,5 +1,7 @@
 """Predictions and embeddings in memory, and models that are named by their class."""
 
+import datetime
+import decimal
 import importlib
 import sys
 from pathlib import Path
@@ -115,6 +117,28 @@ def test_embeddings_have_the_ids_that_a_user_knows(run: Path) -> None:
     assert table["id"].to_pylist() == list(item.ids)
     assert np.allclose(table["vector"].to_pylist(), item.vectors)
     fails(lambda: trained.embeddings("itme"), ConfigError, "no column itme, did you mean item?")
+
+
+def test_embeddings_of_dates_and_numbers_have_these(tmp_path: Path) -> None:
+    moment, span = datetime.datetime(2024, 1, 31, 12, tzinfo=datetime.UTC), datetime.timedelta(hours=1)
+    values = {
+        "day": moment.date(),
+        "moment": moment,
+        "span": span,
+        "money": decimal.Decimal("8.00"),
+        "large": 2**64 - 1,
+    }
+    rows = pl.DataFrame({"label": [0, 1] * 20, **{name: [value] * 40 for name, value in values.items()}})
+    given = {**settings("", model=SMALL_DLRM), "data": {"columns": dict.fromkeys(values, "vocabulary")}}
+    Job(given, data=rows, out=tmp_path / "out").run()
+    ids = {name: Trained(tmp_path / "out").embeddings(name).ids for name in values}
+    assert ids["day"].tolist() == [moment.date()]
+    assert ids["moment"].tolist() == [moment.replace(tzinfo=None)]
+    assert (ids["span"].tolist(), ids["money"].tolist(), ids["large"].view("u8").tolist()) == (
+        [span],
+        ["8"],
+        [2**64 - 1],
+    )
 
 
 def test_vectors_are_without_the_weights_in_front_of_them(tmp_path: Path) -> None:

@@ -316,6 +316,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> serving.Model:
         ({"item": [0, 1.5]}, "row 2: item is 1.5, which is no whole number"),
         ({"item": ["0", "1"]}, "column 'item' holds strings, and the model was trained on integers: cast it"),
         ({"user": [1, 2]}, "column 'user' holds integers, and the model was trained on strings: cast it"),
+        ({"user": [decimal.Decimal("8.00")] * 2}, "column 'user' holds decimals, and the model was trained on strings"),
+        ({"user": ["a", decimal.Decimal("8.00")]}, "column 'user' holds Decimal and str, it must hold text, numbers"),
         ({"user": ["\ud800", "a"]}, r"column 'user' holds '\ud800', which UTF-8 has no bytes for"),
         ({"user": [b"a", b"b"]}, "column 'user' holds bytes, it must hold text, numbers"),
         ({"user": np.array([b"a", b"b"])}, "column 'user' holds bytes_, it must hold text, numbers"),

@@ -33,6 +33,8 @@ texts the row's value, if `values` are given, and what to do about it where that
 
 NOTHING = "nothing"
 """The form of values that are all missing."""
+TEXTS = ("strings", "decimals", "text")
+"""The forms of values that are hashed as text; the last one stands for both in files of before they were told apart."""
 LARGEST = 1e38
 """Of a dense number: sums and products of larger ones are beyond float32."""
 DAY_US = 86_400_000_000
@@ -72,6 +74,13 @@ def to_rows(hashes: Words, rows: np.uint64 | int) -> Ids:
     hashes >>= np.uint64(32)
     hashes += np.uint64(1)
     return hashes.view(np.int64)
+
+
+def alike(form: str | None, trained: str | None) -> bool:
+    """Whether values of a form are told apart as those that a model was trained on; what is not known is no other."""
+    if trained is None or NOTHING in (form, trained):
+        return True
+    return form == trained or (trained == "text" and form in TEXTS)
 
 
 def hash_texts(lengths: Ids, words_at: Callable[[int, Any], Words]) -> Words:
@@ -268,7 +277,7 @@ class _Keys(IdColumn):
 
     def __init__(self, name: str, kind: Described, fit: Described, known: Known) -> None:
         super().__init__(name, kind, fit, known)
-        self._capacity, self._hashed = int(kind["capacity"]), fit.get("form") in ("text", NOTHING)
+        self._capacity, self._hashed = int(kind["capacity"]), fit.get("form") in (*TEXTS, NOTHING)
 
     def find(self, *cells: Cells) -> Ids:
         return cells[0].words.view(np.int64) if self._hashed else cells[0].integers
@@ -437,7 +446,7 @@ class Given(Cells):
 
     @functools.cached_property
     def words(self) -> Words:
-        if self.form != "text":
+        if self.form not in TEXTS:
             return mix(self.integers.view(np.uint64).copy())
         try:
             encoded = [_text(value).encode() for value in self._values]
@@ -453,9 +462,9 @@ class Given(Cells):
 
     @functools.cached_property
     def numbers(self) -> NDArray[np.float64]:
-        if self.form == "text" and any(isinstance(value, str) for value in self._values):
+        if self.form == "strings":
             raise ValueError(f"column {self.name!r} holds text, it must hold numbers")
-        found = np.array([float(value) for value in self._values]) if self.form == "text" else self._values
+        found = np.array([float(value) for value in self._values]) if self.form == "decimals" else self._values
         return found.astype(np.float64) / (DAY_US if self.form in ("datetime", "duration", "time") else 1)
 
     @functools.cached_property
@@ -526,7 +535,7 @@ def _typed(name: str, flat: Any) -> tuple[str, NDArray[Any], Mask | None]:
         gone = np.array([value is None or value != value for value in flat], dtype=np.bool_)  # noqa: PLR0124 (as above)
         form, values = _of_one_kind(name, [*itertools.compress(flat, ~gone)])
     if gone.any():
-        known, values = values, np.full(len(gone), decimal.Decimal() if form == "text" else 0, dtype=values.dtype)
+        known, values = values, np.full(len(gone), decimal.Decimal() if form in TEXTS else 0, dtype=values.dtype)
         values[~gone] = known
     return form, values, gone if gone.any() else None
 
@@ -539,8 +548,8 @@ def _of_one_kind(name: str, values: list[Any]) -> tuple[str, NDArray[Any]]:  # n
 
     if not values:
         return NOTHING, np.zeros(0, dtype=np.int64)
-    if are(str, decimal.Decimal):
-        return "text", np.fromiter(values, dtype=object, count=len(values))
+    if are(str) or are(decimal.Decimal):
+        return "strings" if are(str) else "decimals", np.fromiter(values, dtype=object, count=len(values))
     if are(np.datetime64) or are(np.timedelta64):
         return _ticks(np.array(values))
     if are(bool, int, np.bool_, np.integer):
@@ -658,7 +667,7 @@ class Model:
     def _cells(self, name: str, given: object, for_ids: bool) -> Given:
         cells = Given(name, given, self._listed.get(name, False) if for_ids else False)
         trained = self._forms.get(name) if for_ids else None
-        if trained is not None and NOTHING not in (trained, cells.form) and cells.form != trained:
+        if not alike(cells.form, trained):
             raise ValueError(
                 f"column {name!r} holds {cells.form}, and the model was trained on {trained}: cast it, as its values "
                 "would be others"

@@ -632,6 +632,12 @@ def _unreadable(overrides: Sequence[str]) -> Iterator[None]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The nested dicts of a YAML file."""
+    sources = MemberOf("shadowsync.data.source:Source").members().values()
+    if any(path.name.lower().endswith(getattr(source, "endings", ())) for source in sources):
+        raise ConfigError(
+            f"{path} is data and not a configuration: train on it with data.path={path}, or look at it with shadowsync "
+            f"data inspect {path}"
+        )
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError as error:

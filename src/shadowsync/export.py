@@ -37,6 +37,7 @@ from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError, SaveError
 from shadowsync.models.vectors import JaggedVectors
 from shadowsync.models.wrapping import Wrapped
+from shadowsync.serving import digest_of
 from shadowsync.training.kernels import FastLinear, FastTower
 
 FORMAT = 1
@@ -394,7 +395,9 @@ def _write(program: torch.export.ExportedProgram, spec: ExportSpec, path: Path) 
         path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             sink = _Sink(file)
-            extra = {"metadata.json": json.dumps(spec.metadata()), "columns.json": json.dumps(spec.columns)}
+            columns = json.dumps(spec.columns)
+            metadata = json.dumps({**spec.metadata(), "columns": digest_of(columns)})
+            extra = {"metadata.json": metadata, "columns.json": columns}
             try:
                 torch.export.save(program, cast("IO[bytes]", sink), extra_files=extra)
             except Exception as error:  # an operator that torch traces but cannot write down

@@ -5,7 +5,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, overload
@@ -61,6 +61,10 @@ LOADED_ROWS = 1 << 20
 
 Logits = Callable[[Batch], Tensor]
 """Gives float32 `[B]`, or `[B, T]` of several tasks."""
+
+
+_TICKS: Mapping[str | None, str] = {"date": "M8[D]", "datetime": "M8[us]", "duration": "m8[us]"}
+"""As what numpy has the values of a vocabulary, by their form."""
 
 
 class Embeddings(NamedTuple):
@@ -270,7 +274,7 @@ class Trained:
         """Rows in memory, whose columns are those of the run's, or are called like the model's features."""
         source: Any = self.choices.source
         source = source if isinstance(source, TableOptions) else parquet_of(self.schema, "rows")
-        source, first = source.unlabelled(), 0
+        source, first = source.unlabelled(), 1
         for frame in Given("data", rows.collect() if isinstance(rows, pl.LazyFrame) else rows).frames():
             columns = source.read_alike([(frame.schema, "data")])
             for piece in frame.iter_slices(BATCH_SIZE):
@@ -284,7 +288,9 @@ class Trained:
         """The trained vectors of a categorical column, or of a table.
 
         An id is the value itself where the column is a vocabulary (whose rows for missing and unknown values are left
-        out) or holds the ids as they are; of anything else, hashed values say, the number of the row.
+        out) or holds the ids as they are; of anything else, hashed values say, the number of the row. Dates and times
+        are numpy's, in UTC, decimals text, booleans 1 and 0, times of day microseconds, and of whole numbers beyond
+        int64 it is the same 64 bits (`ids.view("u8")`).
 
         Raises:
             ConfigError: there is no such column or table.
@@ -300,10 +306,12 @@ class Trained:
         learnt = getattr(self.choices.source, "learnt", None)
         values = {} if learnt is None else learnt.values
         column = next((one for one in (name, *table.features) if one in values), None)
-        if column is None or isinstance(self.module, Wrapped):  # which names its tables as it likes
+        if learnt is None or column is None or isinstance(self.module, Wrapped):  # which names its tables as it likes
             return Embeddings(pl.int_range(len(vectors), eager=True).to_numpy(), vectors)
         given = values[column].values
-        return Embeddings(given.to_numpy(), vectors[2 : 2 + len(given)])
+        ids = given.to_numpy()
+        ticks = _TICKS.get(learnt.fit(column).form)
+        return Embeddings(ids if ticks is None else ids.astype(ticks), vectors[2 : 2 + len(given)])
 
     def evaluate(self, data: object = None) -> TestMetrics:
         """Quality on the run's test rows, on those at a path, or on rows in memory as `predict` takes them, which are

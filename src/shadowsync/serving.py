@@ -12,6 +12,7 @@ what becomes of a value is written down here, once.
 import datetime
 import decimal
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -32,6 +33,8 @@ texts the row's value, if `values` are given, and what to do about it where that
 
 NOTHING = "nothing"
 """The form of values that are all missing."""
+TEXTS = ("strings", "decimals", "text")
+"""The forms of values that are hashed as text; the last one stands for both in files of before they were told apart."""
 LARGEST = 1e38
 """Of a dense number: sums and products of larger ones are beyond float32."""
 DAY_US = 86_400_000_000
@@ -71,6 +74,13 @@ def to_rows(hashes: Words, rows: np.uint64 | int) -> Ids:
     hashes >>= np.uint64(32)
     hashes += np.uint64(1)
     return hashes.view(np.int64)
+
+
+def alike(form: str | None, trained: str | None) -> bool:
+    """Whether values of a form are told apart as those that a model was trained on; what is not known is no other."""
+    if trained is None or NOTHING in (form, trained):
+        return True
+    return form == trained or (trained == "text" and form in TEXTS)
 
 
 def hash_texts(lengths: Ids, words_at: Callable[[int, Any], Words]) -> Words:
@@ -267,10 +277,10 @@ class _Keys(IdColumn):
 
     def __init__(self, name: str, kind: Described, fit: Described, known: Known) -> None:
         super().__init__(name, kind, fit, known)
-        self._capacity, self._text = int(kind["capacity"]), fit.get("form") == "text"
+        self._capacity, self._hashed = int(kind["capacity"]), fit.get("form") in (*TEXTS, NOTHING)
 
     def find(self, *cells: Cells) -> Ids:
-        return cells[0].words.view(np.int64) if self._text else cells[0].integers
+        return cells[0].words.view(np.int64) if self._hashed else cells[0].integers
 
 
 class _Vocabulary(IdColumn):
@@ -436,7 +446,7 @@ class Given(Cells):
 
     @functools.cached_property
     def words(self) -> Words:
-        if self.form != "text":
+        if self.form not in TEXTS:
             return mix(self.integers.view(np.uint64).copy())
         try:
             encoded = [_text(value).encode() for value in self._values]
@@ -452,9 +462,9 @@ class Given(Cells):
 
     @functools.cached_property
     def numbers(self) -> NDArray[np.float64]:
-        if self.form == "text" and any(isinstance(value, str) for value in self._values):
+        if self.form == "strings":
             raise ValueError(f"column {self.name!r} holds text, it must hold numbers")
-        found = np.array([float(value) for value in self._values]) if self.form == "text" else self._values
+        found = np.array([float(value) for value in self._values]) if self.form == "decimals" else self._values
         return found.astype(np.float64) / (DAY_US if self.form in ("datetime", "duration", "time") else 1)
 
     @functools.cached_property
@@ -525,7 +535,7 @@ def _typed(name: str, flat: Any) -> tuple[str, NDArray[Any], Mask | None]:
         gone = np.array([value is None or value != value for value in flat], dtype=np.bool_)  # noqa: PLR0124 (as above)
         form, values = _of_one_kind(name, [*itertools.compress(flat, ~gone)])
     if gone.any():
-        known, values = values, np.full(len(gone), decimal.Decimal() if form == "text" else 0, dtype=values.dtype)
+        known, values = values, np.full(len(gone), decimal.Decimal() if form in TEXTS else 0, dtype=values.dtype)
         values[~gone] = known
     return form, values, gone if gone.any() else None
 
@@ -538,8 +548,8 @@ def _of_one_kind(name: str, values: list[Any]) -> tuple[str, NDArray[Any]]:  # n
 
     if not values:
         return NOTHING, np.zeros(0, dtype=np.int64)
-    if are(str, decimal.Decimal):
-        return "text", np.fromiter(values, dtype=object, count=len(values))
+    if are(str) or are(decimal.Decimal):
+        return "strings" if are(str) else "decimals", np.fromiter(values, dtype=object, count=len(values))
     if are(np.datetime64) or are(np.timedelta64):
         return _ticks(np.array(values))
     if are(bool, int, np.bool_, np.integer):
@@ -657,7 +667,7 @@ class Model:
     def _cells(self, name: str, given: object, for_ids: bool) -> Given:
         cells = Given(name, given, self._listed.get(name, False) if for_ids else False)
         trained = self._forms.get(name) if for_ids else None
-        if trained is not None and NOTHING not in (trained, cells.form) and cells.form != trained:
+        if not alike(cells.form, trained):
             raise ValueError(
                 f"column {name!r} holds {cells.form}, and the model was trained on {trained}: cast it, as its values "
                 "would be others"
@@ -669,6 +679,11 @@ def _refuse(bad: Mask, before: str, values: Any = None, after: str = "", _: str 
     if bad.any():
         row = int(np.argmax(bad))
         raise ValueError(f"row {row + 1}: {told(row, before, values, after)}")
+
+
+def digest_of(columns: str) -> str:
+    """By which `metadata.json` knows its `columns.json` again."""
+    return hashlib.sha256(columns.encode()).hexdigest()
 
 
 def load(path: str | os.PathLike[str]) -> Model:
@@ -686,6 +701,8 @@ def load(path: str | os.PathLike[str]) -> Model:
     if not found["metadata.json"]:
         raise ValueError(f"{path} is no file that shadowsync export wrote: it has no metadata.json")
     metadata = json.loads(found["metadata.json"])
+    if metadata.get("columns") not in (None, digest_of(found["columns.json"])):
+        raise ValueError(f"{path}: what it says of its columns was learnt for another model: export the model again")
     described = json.loads(found["columns.json"] or "null")
     if described is None:  # numbers and ids are as the model was trained on them
         plain = {"kind": "dense", "log": False, "standardise": False, "clip": None, "missing": "error"}

@@ -25,7 +25,7 @@ from shadowsync.config import Config, parse, with_data
 from shadowsync.data.columns import Buckets, Categorical, Fit, Hash, Ids, Keys, Vocabulary
 from shadowsync.data.fitting import Learnt, told_apart
 from shadowsync.data.frame import TableOptions
-from shadowsync.data.values import Values, form_of, integers, words
+from shadowsync.data.values import Values, integers, words
 from shadowsync.embedding.keys import DEFAULT, LOWEST, NOBODY, new_rows
 from shadowsync.embedding.table import Table
 from shadowsync.errors import ConfigError
@@ -299,7 +299,7 @@ def _keys_of(source: object, table: Table) -> NDArray[np.int64]:
         found[rows : rows + 1] = LOWEST  # of missing values
     elif all(isinstance(kind, Vocabulary) for kind in kinds) and source.learnt is not None:
         values = source.learnt.values[table.features[0]].values
-        keys = words(values).view(np.int64) if form_of(values.dtype) == "text" else integers(values)
+        keys = words(values).view(np.int64) if values.dtype == pl.String else integers(values)
         found[0], found[1], found[2 : 2 + len(keys)] = LOWEST, DEFAULT, keys[: table.rows - 2]
     return found
 

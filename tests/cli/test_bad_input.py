@@ -166,6 +166,9 @@ CONFIGURATION: dict[str, Mistake] = {
     ),
     "unclosed bracket": Mistake(train("model.top=[8"), ["configuration", "model.top=[8"]),
     "missing file": Mistake(train(config="nowhere.yaml"), ["nowhere.yaml", "no such configuration file"]),
+    "data as the file": Mistake(
+        train(config="X.csv"), ["X.csv is data", "data.path=X.csv", "data inspect"], text("X.csv", "a,b")
+    ),
     "a list": Mistake(train(config="list.yaml"), ["list.yaml", "not list"], text("list.yaml", "- a\n- b\n")),
     "not YAML": Mistake(train(config="bad.yaml"), ["bad.yaml", "not a YAML file"], text("bad.yaml", "a: [1\nb: }")),
     "a number": Mistake(train(config="number.yaml"), ["number.yaml", "int"], text("number.yaml", "3")),

@@ -20,6 +20,7 @@ from shadowsync.config import parse
 from shadowsync.data import columns as kinds
 from shadowsync.data import fitting, tables
 from shadowsync.data.batch import Batch
+from shadowsync.data.columns import Fit
 from shadowsync.data.fitting import Learnt, LearntState, learn
 from shadowsync.data.frame import batch_of
 from shadowsync.data.parquet import Parquet
@@ -87,6 +88,9 @@ def test_a_missing_number_counts_as_what_is_said(tmp_path: Path) -> None:
     assert dense(path, values, standardise=False, missing=7)[:, 0].tolist() == [1, 7, 3, 5]
     with pytest.raises(DataError, match=r"row 2: x is missing; mend it, or leave such rows out"):
         dense(path, values, missing="error")
+    for odd in (float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=r"data\.columns\.x\.missing.* finite number"):
+            dense(path, values, missing=odd)
 
 
 def test_indicators_stand_behind_their_columns(tmp_path: Path) -> None:
@@ -468,9 +472,20 @@ def test_columns_that_do_not_fit_their_kind(tmp_path: Path, frame: dict[str, Any
 def test_other_types_than_the_model_was_trained_on_are_refused(tmp_path: Path) -> None:
     for declared in ({"w": "vocabulary"}, {"w": "hash"}, {"w2": {"kind": "cross", "of": ["w", "w"]}}):
         trained = opened(tmp_path / "rows.parquet", {"w": ["1", "2"]}, columns=declared)
-        with pytest.raises(DataError, match=r"column 'w' holds Int64, and the model was trained on text: cast it"):
+        with pytest.raises(DataError, match=r"column 'w' holds Int64, and the model was trained on strings: cast it"):
             opened(tmp_path / "b.parquet", {"w": [1, 2]}, learnt=trained.source.learnt, columns=declared)
         opened(tmp_path / "b.parquet", {"w": pl.Series([None, None])}, learnt=trained.source.learnt, columns=declared)
+
+
+def test_decimals_are_no_text(tmp_path: Path) -> None:
+    values = {pl.Decimal(10, 2): "decimals", pl.String(): "strings"}
+    for kind, form in values.items():
+        column, other = (pl.Series(["8.00", "9.50"]).cast(one) for one in (kind, *(values.keys() - {kind})))
+        learnt = opened(tmp_path / "a.parquet", {"w": column}, columns={"w": "hash"}).source.learnt
+        with pytest.raises(DataError, match=f"column 'w' holds .*, and the model was trained on {form}: cast it"):
+            opened(tmp_path / "b.parquet", {"w": other}, learnt=learnt, columns={"w": "hash"})
+        before = Learnt(learnt.kinds, {"w": Fit(form="text")}, {}, 0)  # as both were called
+        opened(tmp_path / "b.parquet", {"w": column}, learnt=before, columns={"w": "hash"})
 
 
 def test_rows_that_are_kept_from_training_teach_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,11 @@ def test_partitions_choose_the_files(tmp_path: Path, wanted: dict[str, Any], row
         ),
         ({"hour": "noon"}, r"data.partitions.hour=noon: the folders hold Int64, such as 7"),
         ({"day": {"from": "yesterday"}}, r"data.partitions.day=yesterday: the folders hold Date, such as 2024-01-01"),
-        ({"day": {"since": "2024-01-01"}}, r"data\.partitions\.day"),
-        ({"day": []}, r"data\.partitions\.day"),
+        (
+            {"day": {"since": "2024-01-01"}},
+            r"data\.partitions\.day={since: 2024-01-01}: it must be a value, a list of values, or {from: …, to: …}",
+        ),
+        ({"day": []}, r"data\.partitions\.day=\[\]: it must be a value, a list of values, or {from: …, to: …}"),
     ],
 )
 def test_partitions_that_choose_nothing(tmp_path: Path, wanted: dict[str, Any], said: str) -> None:

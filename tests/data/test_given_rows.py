@@ -1,5 +1,6 @@
 """Rows that a program gives are kept as they are, once, a bounded number at a time; and what cannot be kept."""
 
+import datetime
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,10 @@ def odd_pandas(what: str) -> Any:
         return table.set_index(["label", "word"])
     if what == "named":
         return table.set_index("word")
+    if what in ("mixed", "column"):
+        table["word"] = table["word"].astype(object)
+        table.loc[table.index[3], "word"] = 7
+        return table if what == "mixed" else {"word": table["word"]}
     return table["label"] if what == "series" else table.rename(columns={"word": 3})
 
 
@@ -172,6 +177,12 @@ def odd_pandas(what: str) -> Any:
         ("number", DataError, r"data: .*its column 3 has no text as its name: rename it \(frame\.columns\)"),
         ("levels", DataError, r"data: .*its index of several levels would be lost: .*frame\.reset_index\(\)"),
         ("named", DataError, r"data: .*its index 'word' would be lost: make a column of it by frame\.reset_index\(\)"),
+        (
+            "mixed",
+            DataError,
+            r"data: .*the column 'word' holds values of several types, or of none that is known: give",
+        ),
+        ("column", DataError, r"data: .*the column 'word' holds values of several types"),
         ("series", ConfigError, r"data is a pandas.*Series: give a polars, pandas"),
     ],
 )
@@ -179,6 +190,26 @@ def test_what_of_pandas_is_no_table(tmp_path: Path, what: str, kind: type[Except
     with pytest.raises(kind, match=said):
         Given("data", odd_pandas(what)).keep(tmp_path / "a.parquet")
     assert list(tmp_path.iterdir()) == []
+
+
+LATER = datetime.datetime(2024, 1, 1)
+PLAIN: dict[str, tuple[Any, list[Any]]] = {
+    "numbers": ([3, 2.5, None], [3.0, 2.5, None]),
+    "numbers of numpy": ([np.int64(3), np.float32(2.5)], [3.0, 2.5]),
+    "lists": ([[1], [2.5], None, []], [[1.0], [2.5], None, []]),
+    "objects": (np.array([3, 2.5, None], dtype=object), [3.0, 2.5, None]),
+    "words": (np.array(["a", None], dtype=object), ["a", None]),
+    "seconds": (np.array(["2024-01-01", "NaT"], dtype="M8[s]"), [LATER, None]),
+    "hours": (np.array([24], dtype="m8[h]"), [datetime.timedelta(1)]),
+    "days": (np.array(["2024-01-01"], dtype="M8[D]"), [LATER.date()]),
+}
+
+
+@pytest.mark.parametrize("what", PLAIN)
+def test_values_of_python_and_numpy_are_what_they_say(tmp_path: Path, what: str) -> None:
+    given, wanted = PLAIN[what]
+    Given("data", {"a": given}).keep(tmp_path / "a.parquet")
+    assert pl.read_parquet(tmp_path / "a.parquet")["a"].to_list() == wanted
 
 
 def test_a_column_without_values_takes_the_type_of_those_that_come(tmp_path: Path) -> None:
@@ -212,9 +243,19 @@ BAD: dict[str, tuple[Any, str]] = {
     "a row": ([{"a": 1}], "data, batch 1: .*the column 'a' is a int: give a list, an array or a tensor"),
     "text": ([{"a": "xyz"}], "data, batch 1: .*the column 'a' is a str"),
     "a cube": ([{"a": torch.zeros(2, 2, 2)}], "data, batch 1: .*the column 'a' is of 3 dimensions"),
-    "mixed": ([{"a": [1, "x"]}], "data, batch 1: cannot be read: "),
+    "mixed": ([{"a": [1, "x"]}], "data, batch 1: .*the column 'a' holds values of several types, or of none"),
+    "mixed text": ({"a": ["x", 1]}, "data: .*the column 'a' holds values of several types"),
+    "mixed objects": ({"a": np.array([1, "x"], dtype=object)}, "data: .*the column 'a' holds values of several types"),
+    "lists and values": ({"a": [[1.5], 2]}, "data: .*the column 'a' holds values of several types"),
+    "signed and unsigned": ({"a": [-1, 2**63]}, "data: .*the column 'a' holds values of several types"),
+    "very large numbers": ({"a": [2**200]}, "data: .*the column 'a' holds values of several types, or of none that"),
     "complex numbers": ({"a": np.zeros(3, complex)}, "data: batch 1 holds Object in the column 'a': give numbers"),
     "numbers of more bits": ({"a": [2**70, 1]}, "data: batch 1 holds Int128 in the column 'a': give numbers"),
+    "lists of numbers of more bits": ({"a": [[2**70], [1]]}, r"data: batch 1 holds List\(Int128\) in the column 'a'"),
+    "unsigned numbers of more bits": (
+        pl.DataFrame({"a": pl.Series([1], dtype=pl.UInt128)}),
+        "data: batch 1 holds UInt128 in the column 'a': give numbers of up to 64 bits",
+    ),
     "a column as a batch": ([pl.Series("a", [1])], r"data: its batch 1 is a polars.*Series, each must be a polars"),
     "pairs": ([([1], [0])], "data: its batch 1 is a tuple, each must be a polars, pandas"),
     "its own error": (fails_after(3, KeyError("user")), "data: cannot be read: 'user'"),

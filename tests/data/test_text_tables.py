@@ -1,5 +1,6 @@
 """CSV and JSON lines: as parquet, whatever the file looks like; and what is wrong with a row."""
 
+import datetime
 import gzip
 import json
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from shadowsync import registry
 from shadowsync.data.csv import Csv
+from shadowsync.data.fitting import learn
 from shadowsync.data.jsonl import Jsonl
 from shadowsync.data.parquet import Parquet
 from shadowsync.data.source import Source
@@ -209,6 +211,48 @@ def test_types_are_found_once_and_for_all(tmp_path: Path) -> None:
     assert not same(whole(opened(Csv, second, **options)), whole(alone))  # of itself, 19 looks like a number
 
 
+AS_TRAINED = {
+    "decimals": (pl.Series(["8.00", "9.50", None]).cast(pl.Decimal(10, 2)), "dear", "a number"),
+    "booleans": (pl.Series([True, False, None]), "perhaps", "true or false"),
+    "dates": (
+        pl.Series([datetime.date(2024, 1, 31), datetime.date(1950, 1, 1), None]),
+        "soon",
+        "a date, as 2024-01-31",
+    ),
+    "datetimes": (
+        pl.Series([datetime.datetime(2024, 1, 31, 1, 2, 3, 4), datetime.datetime(1950, 1, 1), None]),
+        "1",
+        "a date and",
+    ),
+    "moments": (
+        pl.Series([datetime.datetime(2024, 1, 31), datetime.datetime(2024, 7, 1), None]).dt.replace_time_zone(
+            "Asia/Tokyo"
+        ),
+        "1",
+        "a date and time, as 2024-01-31T12:00:00",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AS_TRAINED)
+@pytest.mark.parametrize("kind", ["vocabulary", "hash"])
+def test_text_is_read_as_what_a_model_was_trained_on(tmp_path: Path, what: str, kind: str) -> None:
+    column, bad, said = AS_TRAINED[what]
+    frame = pl.DataFrame({"label": [0, 1, 0, 1], "w": column[[0, 1, 2, 0]]})
+    frame.write_parquet(tmp_path / "a.parquet")
+    options: dict[str, Any] = {"columns": {"w": kind}, "dense": [], "categorical": [], "rows": None, "hash_size": None}
+    trained = opened(Parquet, tmp_path / "a.parquet", **options)
+    learnt = learn(trained.source.kinds, {}, trained)
+    wanted = whole(opened(Parquet, tmp_path / "a.parquet", learnt=learnt, **options))
+    for member, rows in ((Csv, frame.write_csv()), (Jsonl, frame.write_ndjson())):
+        assert same(whole(opened(member, text(tmp_path, "rows", rows.encode()), learnt=learnt, **options)), wanted)
+    for member, row in ((Csv, f"0,{bad}\n"), (Jsonl, json.dumps({"label": 0, "w": bad}))):
+        lines = frame.write_csv() if member is Csv else frame.write_ndjson()
+        source = opened(member, text(tmp_path, "rows", (lines + row).encode()), infer_rows=4, learnt=learnt, **options)
+        with pytest.raises(DataError, match=f"row 5: w is .{bad}., it must be {said}"):
+            whole(source)
+
+
 LINES = csv_of(FRAME).splitlines()
 
 
@@ -287,6 +331,8 @@ OBJECTS = jsonl_of(FRAME).splitlines()
             b'{"label": true, "price": 1, "item": 1, "word": ["me", "you"]}',
             r'word is \["me", "you"\], where the first rows .* hold text; mend it, or leave such rows out',
         ),
+        (b'{"label": true, "item": 1, "price": 1e400}', "price is 1e400, which cannot be read: numbers end at 1.8e308"),
+        (b'{"label": true, "item": 1, "more": [-1e400]}', r"more is \[-1e400\], which cannot be read"),
         (b'{"label": true, "price": NaN, "item": 1}', r"it is not a JSON object in one line \(NaN and Infinity are"),
         (b'{"price": 1, "item": 1}', r"the label \(label\) is missing, it must be 0 or 1"),
     ],

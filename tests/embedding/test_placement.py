@@ -114,6 +114,8 @@ def test_a_table_of_many_ids_is_cut_where_others_wait_for_its_server(servers, be
 def test_tables_of_single_ids_stay_whole():
     tables = many([1000] * 3)
     assert costly_parts(tables, {t.name: Cost(1.0) for t in tables}, 30) == {}
+    two = {t.name: Cost(1.0, 1, 3) for t in tables[:2]}
+    assert costly_parts(tables[:2], two, 5) == {}, "six parts on five servers"
     costs = {t.name: Cost(1.0, 1, 30) for t in tables}
     assert [len(shards) for shards in place(tables, costs, SGD, 6)] == [1, 1, 1, 0, 0, 0]
     assert [len(shards) for shards in place(tables, costs, SGD, 6, cut_costly=True)] == [1] * 6

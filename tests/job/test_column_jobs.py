@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ def test_a_served_model_scores_raw_rows_as_the_job_does(tmp_path: Path) -> None:
     auc = evaluate_scores(scores.double().logit(), wanted["click"].cast(pl.Float32).to_torch()).auc
     assert result.test is not None
     assert auc == pytest.approx(result.test.auc, abs=1e-5)
+
+
+def test_columns_that_hold_only_nulls_are_saved_and_any_value_is_unknown_later(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"click": [0.0, 1.0] * 200, "user": list(range(400))})
+    frame = frame.with_columns(seen=pl.lit(None, dtype=pl.Int64), item=pl.lit(None))
+    columns = {"user": {"kind": "hash", "rows": 50}, "seen": "vocabulary", "item": "dynamic"}
+    given = {"data": {"columns": columns, "label": "click"}, "train": {"trainers": 1}}
+    Job(given, data=frame, out=tmp_path / "out").run()
+    trained = Trained(tmp_path / "out")
+    trained.export(tmp_path / "model.pt2")
+    rows = frame.with_columns(seen=pl.lit(7), item=pl.lit("new"))
+    wanted = torch.from_numpy(trained.predict(rows))
+    scores = torch.from_numpy(serving.load(tmp_path / "model.pt2").score(rows.to_dict(as_series=False)))
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_columns_of_another_export_are_refused(tmp_path: Path) -> None:
+    Job(config(tmp_path, columns=DECLARED, label="click", epochs=1), out=tmp_path / "out").run()
+    Trained(tmp_path / "out").export(tmp_path / "model.pt2")
+    with zipfile.ZipFile(tmp_path / "model.pt2") as own, zipfile.ZipFile(tmp_path / "other.pt2", "w") as other:
+        for name in own.namelist():
+            content = own.read(name)
+            other.writestr(name, content.replace(BRANDS[1].encode(), b"x") if "columns.json" in name else content)
+    with pytest.raises(ValueError, match=r"what it says of its columns was learnt for another model"):
+        serving.load(tmp_path / "other.pt2")
 
 
 def test_a_vocabulary_of_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

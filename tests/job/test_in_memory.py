@@ -1,5 +1,7 @@
 """Predictions and embeddings in memory, and models that are named by their class."""
 
+import datetime
+import decimal
 import importlib
 import sys
 from pathlib import Path
@@ -68,14 +70,16 @@ def test_rows_in_memory_have_the_scores_of_those_in_files(run: Path, form: str) 
     ("change", "error", "parts"),
     [
         (lambda f: f.drop("item"), DataError, ("data: there is no column 'item'",)),
-        (lambda f: f.with_columns(item=pl.lit(3)), DataError, ("data: column 'item' holds Int32", "trained on text")),
+        (lambda f: f.with_columns(item=pl.lit(3)), DataError, ("column 'item' holds Int32", "trained on strings")),
         (lambda f: f.with_columns(shop=pl.when(pl.int_range(pl.len()) == 5).then(99).otherwise("shop")), DataError,
-         ("data, row 5: shop", "99")),
+         ("data, row 6: shop", "99")),
+        (lambda f: f.with_columns(shop=pl.lit(2**70)), DataError,
+         ("column 'shop'", "Int128, it must hold integers of up to 64 bits")),
         (lambda f: f.head(0), DataError, ("data holds no rows",)),
         (lambda f: 7, ConfigError, ("data is a int",)),
         (lambda f: {"item": "tea", "price": 1.0}, DataError, ("data: cannot be read: the column 'item'",)),
     ],
-    ids=["column", "type", "id", "none", "number", "scalars"],
+    ids=["column", "type", "id", "bits", "none", "number", "scalars"],
 )  # fmt: skip
 def test_rows_that_do_not_fit_are_one_sentence(run: Path, change: Any, error: Any, parts: tuple[str, ...]) -> None:
     frame = pl.read_parquet(run / "rows.parquet").drop("label")
@@ -113,6 +117,28 @@ def test_embeddings_have_the_ids_that_a_user_knows(run: Path) -> None:
     assert table["id"].to_pylist() == list(item.ids)
     assert np.allclose(table["vector"].to_pylist(), item.vectors)
     fails(lambda: trained.embeddings("itme"), ConfigError, "no column itme, did you mean item?")
+
+
+def test_embeddings_of_dates_and_numbers_have_these(tmp_path: Path) -> None:
+    moment, span = datetime.datetime(2024, 1, 31, 12, tzinfo=datetime.UTC), datetime.timedelta(hours=1)
+    values = {
+        "day": moment.date(),
+        "moment": moment,
+        "span": span,
+        "money": decimal.Decimal("8.00"),
+        "large": 2**64 - 1,
+    }
+    rows = pl.DataFrame({"label": [0, 1] * 20, **{name: [value] * 40 for name, value in values.items()}})
+    given = {**settings("", model=SMALL_DLRM), "data": {"columns": dict.fromkeys(values, "vocabulary")}}
+    Job(given, data=rows, out=tmp_path / "out").run()
+    ids = {name: Trained(tmp_path / "out").embeddings(name).ids for name in values}
+    assert ids["day"].tolist() == [moment.date()]
+    assert ids["moment"].tolist() == [moment.replace(tzinfo=None)]
+    assert (ids["span"].tolist(), ids["money"].tolist(), ids["large"].view("u8").tolist()) == (
+        [span],
+        ["8"],
+        [2**64 - 1],
+    )
 
 
 def test_vectors_are_without_the_weights_in_front_of_them(tmp_path: Path) -> None:

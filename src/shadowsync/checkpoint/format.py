@@ -426,4 +426,6 @@ def chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Writable view of the bytes of a contiguous CPU tensor."""
+    if not tensor.numel():  # numpy's empty arrays come with a stride that torch does not view as bytes
+        return memoryview(bytearray())
     return tensor.flatten().view(torch.uint8).numpy().data

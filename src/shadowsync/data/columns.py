@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shadowsync.data.source import Dynamic
-from shadowsync.data.values import Values, form_of, has_numbers, integers, numbers, texts, words
+from shadowsync.data.values import LONG, Values, form_of, has_numbers, integers, numbers, texts, words
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import build, choose, split_options
-from shadowsync.serving import LARGEST, NOTHING, scaled
+from shadowsync.serving import LARGEST, NOTHING, TEXTS, scaled
 
 MOST_VALUES = 20_000_000
 """Different values of a column that are counted for a vocabulary."""
@@ -104,7 +104,7 @@ class Dense(Kind):
         Field(gt=0, lt=0.5, description="share of the numbers at each end that move to the bounds of the others"),
     ] = None
     missing: Annotated[
-        float | Literal["mean", "indicator", "error"],
+        Annotated[float, Field(allow_inf_nan=False)] | Literal["mean", "indicator", "error"],
         Field(
             description="what a missing number counts as: a number, or the mean (0 where not standardised); indicator: "
             "the mean, and a column NAME_missing says which; error: its row is a bad one"
@@ -196,7 +196,7 @@ class Keys(Dynamic, Categorical):
         """How they get their rows, where the column's values have this form, or are not known yet; raises `ConfigError`
         for text that is to be pinned in a column of numbers."""
         text = [value for value in self.pinned if isinstance(value, str)]
-        if form == "text":
+        if form in TEXTS:
             pinned = words(pl.Series(list(map(str, self.pinned)), dtype=pl.String)).view(np.int64).tolist()
         elif text and form not in (None, NOTHING):
             raise ConfigError(f"data.columns.{column}.pinned holds {text[0]!r} and the column's values are no text")
@@ -228,7 +228,7 @@ class Vocabulary(Categorical):
 
     def seen(self, values: pl.Series) -> pl.DataFrame:
         given = values.drop_nulls()
-        plain = texts(given) if form_of(given.dtype) == "text" else pl.Series(integers(given))
+        plain = texts(given) if form_of(given.dtype) in TEXTS else pl.Series(integers(given))
         counts = plain.alias("value").value_counts(name="count")
         return counts.select("value", pl.col("count").cast(pl.Int64))
 
@@ -262,11 +262,11 @@ class Ids(Categorical):
     missing: Missing = "error"
 
     def refusal(self, kind: pl.DataType) -> str | None:
+        if str(kind) in LONG:
+            return "integers of up to 64 bits"
         if kind.is_integer() or kind in (pl.Boolean, pl.Null):
             return None
-        return (
-            "integers, unless data.hash_size is given" if form_of(kind) == "text" else "integers or strings, or lists"
-        )
+        return "integers, unless data.hash_size is given" if form_of(kind) in TEXTS else "integers or strings, or lists"
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,29 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import date
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import polars as pl
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from shadowsync.data.files import File
 from shadowsync.errors import DataError
 
+
+def _said(given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return check(given)
+    except ValidationError:
+        raise ValueError("it must be a value, a list of values, or {from: …, to: …} with one of them or both") from None
+
+
 Value = int | str | date
-Wanted = (
+Wanted = Annotated[
     Value
     | Annotated[tuple[Value, ...], Field(min_length=1)]
-    | Annotated[dict[Literal["from", "to"], Value], Field(min_length=1)]
-)
+    | Annotated[dict[Literal["from", "to"], Value], Field(min_length=1)],
+    WrapValidator(_said),
+]
 """One value, several, or all from one to another, both included."""
 Found = tuple[File, Mapping[str, pl.Series]]
 """A file, and one value of each column that its folders are named after."""

@@ -24,7 +24,7 @@ from shadowsync.data.source import Feature, Pooling, Schema
 from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, minutes_of, value_type
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
-from shadowsync.serving import NOTHING, Mask, Transforms, indicator_of, told
+from shadowsync.serving import NOTHING, Mask, Transforms, alike, indicator_of, told
 
 Types = Mapping[str, pl.DataType]
 
@@ -298,8 +298,8 @@ class TableOptions:
                 allowed = kind.refusal(value)
                 need(allowed is None, key, part, allowed or "")
                 need(not isinstance(kind, Cross) or held == value, key, part, "one value per row, to be crossed")
-                form, trained = form_of(value), self._learnt.fit(part).form
-                if not dense and trained is not None and NOTHING not in (form, trained) and form != trained:
+                trained = self._learnt.fit(part).form
+                if not dense and not alike(form_of(value), trained):
                     raise DataError(
                         f"{place}: column {part!r} holds {held}, and the model was trained on {trained}: cast it, "
                         "as its values would be others"

@@ -8,7 +8,7 @@ from typing import ClassVar, NoReturn
 
 import polars as pl
 
-from shadowsync.data.files import Lines
+from shadowsync.data.files import PANIC, Lines
 from shadowsync.data.text import TextFile, TextSource
 from shadowsync.data.values import value_type
 from shadowsync.errors import DataError
@@ -50,7 +50,11 @@ class Jsonl(TextSource):
         return found
 
     def parse(self, text: bytes, file: TextFile, columns: Sequence[str]) -> pl.DataFrame | None:
-        frame = pl.read_ndjson(text.removeprefix(BOM_UTF8), schema={name: file.own[name] for name in columns})
+        types = {name: file.own[name] for name in columns}
+        decimals = {name: kind for name, kind in types.items() if kind.is_decimal()}
+        schema = {**types, **dict.fromkeys(decimals, pl.String())}
+        frame = pl.read_ndjson(text.removeprefix(BOM_UTF8), schema=schema)
+        frame = frame.with_columns(pl.col(name).cast(kind) for name, kind in decimals.items())
         for name in (name for name in columns if file.own[name] == pl.String):
             begins = frame[name].str.starts_with
             rows = (begins("[") | begins("{")).arg_true().to_list()
@@ -64,6 +68,9 @@ class Jsonl(TextSource):
 
     def values(self, line: str, file: TextFile) -> Mapping[str, str] | str:
         if (found := _object(line.encode())) is not None:
+            if (odd := next((name for name, value in found.items() if not _is_read(value)), None)) is not None:
+                written = json.dumps((_object(line.encode(), _AS_WRITTEN) or {})[odd]).replace('"', "")
+                return f"{odd} is {written}, which cannot be read: numbers end at 1.8e308"
             return {name: json.dumps(value, ensure_ascii=False) for name, value in found.items()}
         numbers = " (NaN and Infinity are not JSON: write null)" if "NaN" in line or "Infinity" in line else ""
         return f"it is not a JSON object in one line{numbers}"
@@ -74,11 +81,21 @@ def _no_number(word: str) -> NoReturn:
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
+_AS_WRITTEN = json.JSONDecoder(parse_float=str)
 
 
-def _object(line: bytes) -> dict[str, object] | None:
+def _is_read(value: object) -> bool:
+    """Whether polars takes it in a line, as whatever."""
     try:
-        found = _JSON.decode(line.removeprefix(BOM_UTF8).decode())
+        pl.read_ndjson(json.dumps({"value": value}).encode(), schema={"other": pl.Null()})
+    except (pl.exceptions.PolarsError, PANIC):
+        return False
+    return True
+
+
+def _object(line: bytes, decoder: json.JSONDecoder = _JSON) -> dict[str, object] | None:
+    try:
+        found = decoder.decode(line.removeprefix(BOM_UTF8).decode())
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

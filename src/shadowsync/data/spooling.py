@@ -6,9 +6,10 @@ a time, besides what the program holds.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import polars as pl
@@ -18,17 +19,19 @@ import torch
 
 from shadowsync.config import Config, with_data
 from shadowsync.data.files import reading
+from shadowsync.data.values import LONG, is_list, value_type
 from shadowsync.data.writer import ROW_GROUP, writing_table
 from shadowsync.errors import ConfigError, DataError
 
 pa: Any = pyarrow  # has no types
+T = TypeVar("T")
 
 Split = Literal["train", "test"]
 _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 """Of the section `data`, where rows of a split are."""
 _OF_TABLES = ("label", "columns", "categorical", "dense")
-_NOT_KEPT = (pl.Object, pl.Int128)
-"""Types of values that nobody could read as what they were."""
+_NOT_KEPT = ("Object", *LONG)
+"""Types, as polars calls them, of values that nobody could read as what they were."""
 _OF_DATASETS = "pyarrow._dataset"
 """Where pyarrow's datasets are. It is not imported, as it imports pandas where there is one, which takes as long."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
@@ -126,7 +129,7 @@ class Given:
         for name in before or frame.columns:
             kind = frame.schema[name]
             holds = f"{self.name}: batch {number} holds {kind} in the column {name!r}"
-            if kind in _NOT_KEPT:
+            if str(_innermost(kind)) in _NOT_KEPT:
                 raise DataError(f"{holds}: give numbers of up to 64 bits, text, dates, or lists of them")
             held = before.get(name, kind)
             either = _either(held, kind)
@@ -217,7 +220,9 @@ def _of_pandas(table: Any) -> Iterator[pl.DataFrame]:
             f"its index {index!r} would be lost: make a column of it by frame.reset_index(), or leave it out by "
             "frame.reset_index(drop=True)"
         )
-    schema = pa.Schema.from_pandas(table, preserve_index=False)
+    columns = (table.iloc[:, [number]] for number in range(table.shape[1]))
+    fields = [_of_one_type(one.columns[0], pa.Schema.from_pandas, one, preserve_index=False)[0] for one in columns]
+    schema = pa.schema(fields)
     for start in range(0, len(table), ROW_GROUP):
         piece = table.iloc[start : start + ROW_GROUP]
         yield from _of_arrow([pa.RecordBatch.from_pandas(piece, schema=schema, preserve_index=False)])
@@ -248,15 +253,45 @@ def _series(name: str, values: Any) -> pl.Series:
     if isinstance(values, np.ndarray):
         if values.ndim not in (1, 2):
             raise ValueError(f"the column {name!r} is of {values.ndim} dimensions: one value or one list for each row")
-        column = pl.Series(name, values)
-        return column if values.ndim == 1 else column.arr.to_list()
+        if values.dtype.kind in "mM" and np.datetime_data(values.dtype)[0] in ("h", "m", "s"):
+            values = values.astype(f"{values.dtype.kind}8[us]")
+        if values.dtype != object:
+            column = pl.Series(name, values)
+            return column if values.ndim == 1 else column.arr.to_list()
+        values = values.tolist()
     if isinstance(values, list | tuple):
         values = [value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value for value in values]
-    elif not (_is_series(values) or hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__")):
+        return _of_one_type(name, pl.Series, name, values, _with_fractions(values))
+    if not (_is_series(values) or hasattr(values, "__arrow_c_array__") or hasattr(values, "__arrow_c_stream__")):
         raise ValueError(
             f"the column {name!r} is {_described(values)}: give a list, an array or a tensor, a value for each row"
         )
-    return pl.Series(name, values)
+    return _of_one_type(name, pl.Series, name, values)
+
+
+def _with_fractions(values: Sequence[Any]) -> pl.DataType | None:
+    """The type of whole numbers and fractions beside each other, in lists or not: polars takes that of the first."""
+    lists = [value for value in values if isinstance(value, list | tuple)]
+    kinds = {*map(type, itertools.chain.from_iterable(lists) if lists else values)} - {type(None)}
+    floats = any(issubclass(kind, float | np.floating) for kind in kinds)
+    if not floats or not all(issubclass(kind, int | float | np.number) for kind in kinds):
+        return None
+    return pl.List(pl.Float64()) if lists else pl.Float64()
+
+
+def _of_one_type(name: str, make: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What `make` makes of a column."""
+    try:
+        return make(*args, **options)
+    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError) as error:
+        raise ValueError(
+            f"the column {name!r} holds values of several types, or of none that is known: give text, numbers of up to "
+            "64 bits, dates, or lists of them"
+        ) from error
+
+
+def _innermost(kind: pl.DataType) -> pl.DataType:
+    return _innermost(value_type(kind)) if is_list(kind) else kind
 
 
 def _is_series(values: object) -> bool:

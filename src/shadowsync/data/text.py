@@ -12,13 +12,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import polars as pl
 from pydantic import Field
 
-from shadowsync.data.columns import Buckets, Ids
+from shadowsync.data.columns import Buckets, Fit, Ids
 from shadowsync.data.files import PANIC, Lines, Problem, bad_ones, open_lines
 from shadowsync.data.fitting import told_apart
 from shadowsync.data.folders import Found
 from shadowsync.data.tables import TableFile, TableSource
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
+from shadowsync.serving import TEXTS
 
 Type = Literal["Boolean", "Int64", "UInt64", "Float64", "String", "Null"]
 ListType = Literal["List(Boolean)", "List(Int64)", "List(UInt64)", "List(Float64)", "List(String)", "List(Null)"]
@@ -26,11 +27,17 @@ ListType = Literal["List(Boolean)", "List(Int64)", "List(UInt64)", "List(Float64
 
 _VALUES = (pl.Boolean(), pl.Int64(), pl.UInt64(), pl.Float64(), pl.String(), pl.Null())
 _KINDS: Mapping[str, pl.DataType] = {str(kind): kind for value in _VALUES for kind in (value, pl.List(value))}
+_DAYS, _TIMES, _DECIMALS = pl.Date(), pl.Datetime("us", "UTC"), pl.Decimal(38, 18)
+_TRAINED: Mapping[str | None, pl.DataType] = {"date": _DAYS, "datetime": _TIMES, "decimals": _DECIMALS}
+"""By the form of what a model was trained on, as what a column is parsed that text does not tell from others."""
 _WORDS: Mapping[pl.DataType, str] = {
     pl.Boolean(): "true or false",
     pl.Int64(): "an integer",
     pl.Float64(): "a number",
     pl.String(): "text",
+    _DAYS: "a date, as 2024-01-31",
+    _TIMES: "a date and time, as 2024-01-31T12:00:00",
+    _DECIMALS: "a number",
     pl.List(pl.Int64()): "a list of integers",
     pl.List(pl.Float64()): "a list of numbers",
 }
@@ -90,7 +97,7 @@ class TextFile(TableFile):
         held, kind = f"{wrong} is {values.get(wrong, 'null')}", self.own[wrong]
         needed = _WORDS.get(kind, kind)
         skip = "mend it, leave such rows out with data.on_bad_row=skip, or"
-        if wrong in self.source.numbers():
+        if wrong in self.source.numbers() or kind in (pl.Boolean(), *_TRAINED.values()):
             return Problem(row, f"{held}, it must be {needed}", f"{skip} {self.source.as_missing}")
         said = f"{held}, where the first rows of the data hold {needed}"
         if kind == pl.String:  # a list in JSON lines, which could be read as nothing else
@@ -168,15 +175,19 @@ class TextSource(TableSource):
 
     def parsed_as(self, name: str) -> pl.DataType:
         """The type of a column: by its use where that says it, else by its looks; by what a trained model had learnt
-        where rows of another format did not look like anything then."""
+        where rows of another format did not look like anything then, or like that."""
         looks = self.types[name]
         value = looks.removeprefix("List(").removesuffix(")")
         told = name in told_apart(self.kinds.ids)
-        form = None if self.learnt is None else self.learnt.fit(name).form
-        if isinstance(self.kinds.ids.get(name), Ids) or (told and (value, form) == ("Null", "integers")):
+        fit = Fit() if self.learnt is None else self.learnt.fit(name)
+        if isinstance(self.kinds.ids.get(name), Ids) or (told and (value, fit.form) == ("Null", "integers")):
             used_as = "Int64"
-        elif told and value in ("Int64", "UInt64") and form != "text":
+        elif told and value == looks and not fit.listed and fit.form in _TRAINED:
+            return _TRAINED[fit.form]
+        elif told and value in ("Int64", "UInt64") and fit.form not in TEXTS:
             used_as = value
+        elif told and looks == "Boolean" and fit.form == "integers":
+            used_as = looks
         elif name in self.numbers():
             used_as = value if value == "Boolean" else "Float64"
         elif told:

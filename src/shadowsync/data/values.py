@@ -16,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shadowsync.serving import DAY_US, NOTHING, Cells, Ids, Known, Mask, Words, hash_bytes, hash_texts, mix
+from shadowsync.serving import DAY_US, NOTHING, TEXTS, Cells, Ids, Known, Mask, Words, hash_bytes, hash_texts, mix
 
 pa: Any = pyarrow  # has no types
 
-_LONG = ("Int128", "UInt128")
+LONG = ("Int128", "UInt128")
+"""Types, as polars calls them, of whole numbers that no id holds."""
 _INLINE, _LENGTH, _HALF = 12, np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -30,8 +31,10 @@ def form_of(kind: pl.DataType) -> str | None:
     can be told apart."""
     if kind == pl.Null:
         return NOTHING
-    if kind in (pl.String, pl.Categorical, pl.Enum) or kind.is_decimal() or str(kind) in _LONG:
-        return "text"
+    if kind in (pl.String, pl.Categorical, pl.Enum) or str(kind) in LONG:
+        return "strings"
+    if kind.is_decimal():
+        return "decimals"
     if kind.is_integer() or kind.is_float() or kind == pl.Boolean:
         return "integers"
     return str(kind.base_type()).lower() if kind.is_temporal() else None
@@ -109,7 +112,7 @@ def integers(values: pl.Series) -> Ids:
 
 def words(values: pl.Series) -> Words:
     """A hash of each value, of any type that has a form, `[L]`; of missing ones it says nothing."""
-    if form_of(values.dtype) == "text":
+    if form_of(values.dtype) in TEXTS:
         return hash_strings(texts(values))
     return mix(integers(values).astype(np.uint64))
 

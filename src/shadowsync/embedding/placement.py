@@ -5,6 +5,7 @@ cost so far that has room for it (longest processing time first: Graham 1969). P
 decides where a part goes, and the counts of ids how many there are, so that a job's sums are the same every time.
 """
 
+import heapq
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -152,11 +153,22 @@ def cut(
 
 def costly_parts(tables: Sequence[Table], costs: Mapping[str, Cost], servers: int) -> dict[str, int]:
     """In how many parts tables are cut that would keep a server longer than an even share of all work does, by a tenth
-    and more, where parts are so much cheaper than the whole that it pays."""
-    share = 1.1 * sum(cost.work(1.0) for cost in costs.values()) / servers
-    parts = {t.name: min(t.rows, servers, ceil(costs[t.name].work(1.0) / share)) for t in tables}
-    whole = {name: costs[name].work(1.0) for name in parts}
-    return {n: count for n, count in parts.items() if costs[n].work(1 / count) <= WORTH_CUTTING * whole[n]}
+    and more, where parts are so much cheaper than the whole that it pays; none if the busiest server gains nothing."""
+    whole = {table.name: costs[table.name].work(1.0) for table in tables}
+    share = 1.1 * sum(whole.values()) / servers
+    parts = {t.name: min(t.rows, servers, ceil(whole[t.name] / share)) for t in tables}
+    parts = {n: count for n, count in parts.items() if costs[n].work(1 / count) <= WORTH_CUTTING * whole[n]}
+    counts = {name: parts.get(name, 1) for name in whole}
+    works = [costs[name].work(1 / count) for name, count in counts.items() for _ in range(count)]
+    return parts if _busiest(works, servers) < _busiest(list(whole.values()), servers) else {}
+
+
+def _busiest(works: Sequence[float], servers: int) -> float:
+    """What the busiest server has to do, where the costliest goes first to the one that has the least."""
+    loads = [0.0] * servers
+    for work in sorted(works, reverse=True):
+        heapq.heapreplace(loads, loads[0] + work)
+    return max(loads)
 
 
 def row_bytes(table: Table, optimizer: RowOptimizer) -> int:

@@ -32,6 +32,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from shadowsync import Job
+from shadowsync.registry import members
+from shadowsync.sync.method import SyncMethod
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
@@ -159,12 +161,19 @@ def run(cell: Cell, matched_k: int) -> dict[str, Any]:
     }
 
 
+def matched_k(cell: Cell, gap: float) -> int:
+    """With which the foreground has that gap, in iterations of a trainer. A worker counts its own; those of a trainer
+    exchange one by one where there is a centre, else all at once."""
+    collective = members("shadowsync.sync", SyncMethod)[cell.method].collective
+    return max(1, round(gap / cell.workers if collective else gap))
+
+
 def run_all(cells: Sequence[Cell], kept: Cells) -> None:
     """Runs what was not kept."""
     for number, cell in enumerate(cells):
         if kept.read(str(cell)) is None:
             background = kept.read(str(replace(cell, schedule="background")))
-            row = run(cell, max(1, round(background["gap"])) if background else 1)
+            row = run(cell, matched_k(cell, background["gap"]) if background else 1)
             kept.write(str(cell), row)
             print(f"{number + 1}/{len(cells)} {cell}: AUC {row['auc']:.4f}", file=sys.stderr, flush=True)
 

@@ -93,14 +93,12 @@ class Task:
         model = "" if self.model == MODEL else f"-{self.model}"
         return f"{self.name}{model}{rows}{batch}{step}-{self.optimizer}-seed{self.seed}"
 
-    def overrides(
-        self, method: str, others: Sequence[str] = ("train.workers=1",), batch: int | None = None
-    ) -> list[str]:
-        """The configuration under a method, which may take batches of another size."""
+    def overrides(self, method: str, batch: int, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
+        """The configuration under a method, which takes batches of that many samples."""
         rows = [] if self.rows is None else [f"data.rows={self.rows}"]
         batches = [f"aggregation.method={method}", f"aggregation.global_batch={PER_STEP * self.batch}"]
-        fixed = [f"train.batch_size={batch or self.batch}", f"train.seed={self.seed}", "report.every_s=0.05"]
-        fixed.append(f"model.name={self.model}")
+        batches.append(f"train.batch_size={batch}")
+        fixed = [f"model.name={self.model}", f"train.seed={self.seed}", "report.every_s=0.05"]
         return [*TASKS[self.name], *OPTIMIZERS[self.optimizer], *rows, *batches, *fixed, *others]
 
 
@@ -131,11 +129,16 @@ class Cell:
         batch = "" if self.batch is None else f"-local{self.batch}"
         return f"{self.task.title}-{way}-w{self.workers}{batch}{'-busy' if self.busy else ''}"
 
+    @property
+    def samples(self) -> int:
+        """Of a batch under the method that is not synchronous."""
+        return self.batch or self.task.batch
+
     def overrides(self) -> list[str]:
         """The configuration of the part that is not synchronous."""
         slow = f"{BUSY},seed={self.task.seed}" if self.busy else None
-        step_ms = self.task.step_ms * self.workers * (self.batch or self.task.batch) / self.task.batch
-        return self.task.overrides(self.method, workers(self.workers, step_ms, slow), self.batch)
+        step_ms = self.task.step_ms * self.workers * self.samples / self.task.batch
+        return self.task.overrides(self.method, self.samples, workers(self.workers, step_ms, slow))
 
 
 def grid(given: argparse.Namespace) -> list[Cell]:
@@ -166,7 +169,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
     """Trains one."""
     with tempfile.TemporaryDirectory() as folder:
         rest = Path(folder) / "rest"
-        after = cell.task.overrides("sync") if cell.back else cell.overrides()
+        after = cell.task.overrides("sync", cell.task.batch) if cell.back else cell.overrides()
         half = Path(folder) / "half" if cell.back else shared_half(cell.task, halves)
         watched = train_until(_half, cell.overrides(), half) if cell.back else []
         leg = train_until(lambda frame: frame.samples >= 0.625 * frame.total_samples, after, rest, half)
@@ -187,7 +190,7 @@ def run(cell: Cell, halves: Path) -> dict[str, Any]:
         "eps": trained / max(1e-9, own[-1].seconds - own[0].seconds),
         "staleness": statistics.fmean(ages) if ages else 0.0,
         "max_staleness": done.max_staleness,
-        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * (cell.batch or cell.task.batch) / max(1, trained),
+        "dropped": ((own[-1].dropped or 0) - (own[0].dropped or 0)) * cell.samples / max(1, trained),
         "load": load_average(),
     }
 
@@ -198,7 +201,7 @@ def shared_half(task: Task, halves: Path) -> Path:
     if not kept.exists():
         halves.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=halves) as folder:
-            train_until(_half, task.overrides("sync"), Path(folder) / "half")
+            train_until(_half, task.overrides("sync", task.batch), Path(folder) / "half")
             (Path(folder) / "half").rename(kept)
     return kept
 

@@ -220,7 +220,7 @@ def _of_pandas(table: Any) -> Iterator[pl.DataFrame]:
             f"its index {index!r} would be lost: make a column of it by frame.reset_index(), or leave it out by "
             "frame.reset_index(drop=True)"
         )
-    columns = (table.iloc[:, [number]] for number in range(table.shape[1]))
+    columns = (table.iloc[:, number : number + 1] for number in range(table.shape[1]))  # which copies none
     fields = [_of_one_type(one.columns[0], pa.Schema.from_pandas, one, preserve_index=False)[0] for one in columns]
     schema = pa.schema(fields)
     for start in range(0, len(table), ROW_GROUP):

@@ -213,15 +213,16 @@ def measure_costs(
     and how often the frequent ones repeat, costs a few MB, and leaves out only misses of the processor's caches on
     tables larger than that. `batches` are a few real ones, not empty, of these `features`.
     """
-    costs = {}
+    costs, samples = {}, sum(batch.samples for batch in batches)
     for table in tables:
         positions = [features.index(feature) for feature in table.features]
         rows = min(table.rows, SURROGATE_ROWS)
         surrogate = Shard(replace(table, rows=rows), 0, rows)
         held = storage([surrogate], [0] * len(positions), optimizer, 0)
-        seconds = []
+        seconds, looked_up = [], 0
         for batch in batches:
             ids = batch.select(positions)
+            looked_up += len(ids.values)
             folded, wanted = replace(ids, values=ids.values % rows), range(ids.feature_count)
             gradient = torch.ones_like(held.pull(folded, wanted))
             held.push(folded, wanted, gradient, 0.0)  # the first look-up plans and warms up
@@ -230,7 +231,5 @@ def measure_costs(
                 held.pull(folded, wanted)
                 held.push(folded, wanted, gradient, 0.0)
                 seconds.append(clock() - start)
-        samples = sum(batch.samples for batch in batches)
-        looked_up = sum(len(batch.select(positions).values) for batch in batches)
         costs[table.name] = Cost(statistics.median(seconds), len(positions), looked_up / samples)
     return costs

@@ -3,10 +3,12 @@
     python benchmarks/study.py run [NAME …] [--minutes 60]     runs what is missing; may be stopped at any time
     python benchmarks/study.py write                           docs/measurements.md gets the tables of what has been run
     python benchmarks/study.py stale                           tables whose code has changed since
+    python benchmarks/study.py vouch NAME REASON               what has changed makes no difference to what is on record
 
 What has been run stands in `benchmarks/records/NAME`: a line of `runs.jsonl` for each run, and of `sessions.jsonl` for
 each time that some were added, with commit, processor and date. A table is as old as the oldest of these. Beside each
 experiment stand the files that its result hangs on (`depends`); where one of them has changed since, the table says so.
+Where somebody has looked and vouches for what was run before the change, it says that, and why.
 
 Tables stand in the documentation between a line `<!-- study NAME -->` and `<!-- end NAME -->`.
 """
@@ -24,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
@@ -38,12 +40,14 @@ PAGE, IMAGES = ROOT / "docs" / "measurements.md", ROOT / "docs" / "img"
 CODE = "src/shadowsync/"
 ENDING_S = 60.0
 """How long a script may take to end when it is told to."""
-TRAINS = (
-    *(f"{CODE}sync/{name}.py" for name in ("easgd", "ma", "bmuf", "background", "every_k")),
+LEARNS = (
     *(f"{CODE}training/{name}.py" for name in ("kernels", "losses", "optimizers", "replica", "worker")),
     *(f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
 )
 """Of every result that is a quality."""
+AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce", "background", "every_k"))
+TRAINS = (*LEARNS, *AVERAGES, f"{CODE}sync/easgd.py")
+"""Of every quality of replicas that are merged."""
 THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"
 """Of a dense part that crosses in part."""
 
@@ -77,11 +81,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "switching": Experiment(
         "switching.py",
         ("--study",),
-        (*TRAINS, f"{CODE}aggregation"),
+        (*LEARNS, f"{CODE}aggregation"),
         picture=True,
     ),
     "stragglers": Experiment("stragglers.py", depends=(f"{CODE}aggregation", f"{CODE}training"), picture=True),
-    "compression": Experiment("compression.py", ("quality",), (*TRAINS, *THRESHOLDS), picture=True),
+    "compression": Experiment("compression.py", ("quality",), (*LEARNS, *THRESHOLDS), picture=True),
     "chaos": Experiment(
         "chaos.py",
         depends=(f"{CODE}cluster", f"{CODE}recovery", f"{CODE}rpc", f"{CODE}sync/averaging.py"),
@@ -89,24 +93,18 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         picture=True,
     ),
     "operating_point": Experiment(
-        "partial_recovery.py", ("--operating",), (*TRAINS, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py")
+        "partial_recovery.py", ("--operating",), (*LEARNS, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py")
     ),
     "slow_link": Experiment(
         "slow_link.py",
-        depends=(
-            f"{CODE}sync/ds_sync.py",
-            f"{CODE}sync/ma.py",
-            f"{CODE}sync/averaging.py",
-            f"{CODE}sync/background.py",
-        ),
+        depends=(*AVERAGES, f"{CODE}sync/ds_sync.py", f"{CODE}sync/averaging.py"),
         root=True,
     ),
-    "two_sites": Experiment(
-        "two_sites.py", ("--seeds", "3"), depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py"), root=True
-    ),
+    "slow_averages": Experiment("slow_averages.py", depends=(*LEARNS, *AVERAGES, "benchmarks/averages/slow.py")),
+    "two_sites": Experiment("two_sites.py", ("--seeds", "3"), depends=(*TRAINS, *THRESHOLDS), root=True),
     "partial_averages": Experiment(
         "partial_averages.py",
-        depends=(*TRAINS, *THRESHOLDS, f"{CODE}sync/all_reduce.py", "benchmarks/codecs/partial.py"),
+        depends=(*LEARNS, *AVERAGES, *THRESHOLDS, "benchmarks/codecs/partial.py"),
     ),
     "placement": Experiment(
         "placement.py",
@@ -138,6 +136,15 @@ class Session:
     runs: int
 
 
+@dataclass(frozen=True)
+class Voucher:
+    """Up to this commit nothing has changed that makes a difference to what is on record."""
+
+    commit: str
+    date: str
+    reason: str
+
+
 def folder_of(name: str) -> Path:
     """Of an experiment's records."""
     return RECORDS / name
@@ -145,9 +152,16 @@ def folder_of(name: str) -> Path:
 
 def sessions_of(name: str) -> list[Session]:
     """In the order in which they were."""
-    path = folder_of(name) / "sessions.jsonl"
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    return [Session(**json.loads(line)) for line in lines]
+    return [Session(**line) for line in _lines(folder_of(name) / "sessions.jsonl")]
+
+
+def vouchers_of(name: str) -> list[Voucher]:
+    """In the order in which they were given."""
+    return [Voucher(**line) for line in _lines(folder_of(name) / "vouchers.jsonl")]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 def runs_of(name: str) -> int:
@@ -181,7 +195,7 @@ def run(name: str, until: float) -> int:
 
 def _run(name: str, until: float, sessions: TextIO) -> int:
     before, interrupted = runs_of(name), False
-    told = commit(), str(machine()["processor"]), str(datetime.datetime.now(datetime.UTC).date())
+    told = commit(), str(machine()["processor"]), _today()
     process = subprocess.Popen(command(name))
     try:
         status = process.wait(max(1.0, until - time.monotonic()))
@@ -200,20 +214,35 @@ def _run(name: str, until: float, sessions: TextIO) -> int:
     return status
 
 
-def changed_since(session: Session, depends: Sequence[str]) -> list[str]:
-    """Commits since then that changed one of these files, newest first, a line each."""
-    since = f"{session.commit.rstrip('+')}..HEAD"
+def vouch(name: str, reason: str) -> None:
+    """Puts on record that what has changed so far makes no difference to what was run."""
+    voucher = Voucher(commit(), _today(), reason)
+    with (folder_of(name) / "vouchers.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(voucher)) + "\n")
+
+
+def _today() -> str:
+    return str(datetime.datetime.now(datetime.UTC).date())
+
+
+def changed_since(before: str, depends: Sequence[str]) -> list[str]:
+    """Commits since that one that changed one of these files, newest first, a line each."""
+    since = f"{before.rstrip('+')}..HEAD"
     told = subprocess.run(
         ["git", "log", "--format=%h %s", since, "--", *depends], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return told.stdout.splitlines() if not told.returncode else [f"{session.commit} is not in this history"]
+    return told.stdout.splitlines() if not told.returncode else [f"{before} is not in this history"]
 
 
 def stale() -> Iterator[tuple[str, list[str]]]:
-    """Experiments whose code has changed since the oldest of their runs, and by what."""
+    """Experiments whose code has changed since the oldest of their runs, or since somebody vouched for them, and by
+    what."""
     for name, experiment in EXPERIMENTS.items():
-        if (sessions := sessions_of(name)) and (changes := changed_since(sessions[0], experiment.depends)):
-            yield name, changes
+        if sessions := sessions_of(name):
+            vouchers = vouchers_of(name)
+            before = vouchers[-1].commit if vouchers else sessions[0].commit
+            if changes := changed_since(before, experiment.depends):
+                yield name, changes
 
 
 def table_of(name: str, old: Mapping[str, list[str]]) -> str:
@@ -228,6 +257,7 @@ def table_of(name: str, old: Mapping[str, list[str]]) -> str:
     lines = [
         f"`benchmarks/study.py run {name}` ({', '.join(processors)}; {', '.join(commits)}; {days}; "
         f"{sum(session.runs for session in sessions)} runs):",
+        *(f"Run before {voucher.commit}, which does not change it: {voucher.reason}." for voucher in vouchers_of(name)),
         *([f"**Older than the code**, which has changed in {len(old[name])} commits since."] if name in old else []),
         f"```text\n{tables}\n```",
         *([f"![{name}](img/{name}.png)"] if EXPERIMENTS[name].picture else []),
@@ -259,6 +289,9 @@ def main() -> None:
     given.add_argument("--minutes", type=float, default=float("inf"))
     parts.add_parser("write")
     parts.add_parser("stale")
+    vouched = parts.add_parser("vouch")
+    vouched.add_argument("name", choices=EXPERIMENTS, metavar="NAME")
+    vouched.add_argument("reason", metavar="REASON")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which a shell's background jobs ignore
     if arguments.part == "run":
@@ -272,6 +305,8 @@ def main() -> None:
         sys.exit(any(statuses))
     elif arguments.part == "write":
         write()
+    elif arguments.part == "vouch":
+        vouch(arguments.name, arguments.reason)
     else:
         for name, changes in stale():
             print(f"{name}: {len(changes)} commits since, the last {changes[0]}")

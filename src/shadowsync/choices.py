@@ -332,7 +332,7 @@ def _choose_sync(config: Config) -> tuple[SyncMethod, Schedule]:
         raise ConfigError(f"sync.{next(iter(own[1]))} has no effect with sync.method={sync.method}: leave it out")
     built: SyncMethod = build(method, own[0], "sync")
     timed: Schedule = build(schedule, own[1], "sync")
-    return built.resolved(config.train.trainers, timed.foreground), timed
+    return built.resolved(config.train.trainers), timed
 
 
 def _choose_aggregation(config: Config, chosen: Mapping[str, Mapping[str, type[Any]]]) -> Aggregating | None:

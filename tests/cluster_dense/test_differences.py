@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rings import PATIENCE_S, Hall
 from torch import Tensor
 
+from shadowsync.compression.bf16 import Bf16
 from shadowsync.compression.channel import Channel
 from shadowsync.compression.codec import Codec, Encoded
 from shadowsync.compression.low_bit import Int4, Int8
@@ -143,7 +144,7 @@ def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None
             got = list(threads.map(lambda rank: ends[rank].mean(weights[rank]), range(2), timeout=PATIENCE_S))
             assert torch.equal(got[0], expected)
             for rank in range(2):
-                moved = weights[rank].clone().lerp_(expected, 0.5)
+                moved = weights[rank] + (expected - weights[rank]).mul_(0.5)
                 ends[rank].strategy.approach(weights[rank], got[rank], 0.5)
                 assert torch.equal(weights[rank], moved)
                 weights[rank].add_(drawn(step))
@@ -152,8 +153,9 @@ def test_keeping_everything_is_plain_averaging_bit_for_bit(codec: Codec) -> None
     assert not totals.elements
 
 
-def test_what_workers_do_while_an_average_is_under_way_stays() -> None:
-    trainers = Trainers(2, pieces(keep=0.05), alpha=1.0)
+@pytest.mark.parametrize("codec", [pieces(keep=0.05), Plain(), Bf16()], ids=["threshold", "plain", "bf16"])
+def test_what_workers_do_while_an_average_is_under_way_stays(codec: Codec) -> None:
+    trainers = Trainers(2, codec, alpha=1.0)
     trainers.round(range(2))
     average, meanwhile = trainers.average(range(2)), drawn(99)
     at_rest = trainers.weights[0].clone()

@@ -113,7 +113,7 @@ def test_two_rounds_at_once_know_nothing_of_each_other() -> None:
 
 
 def test_trainers_in_threads_average_in_groups_until_they_leave() -> None:
-    method = DivideAndShuffle(group=2, alpha=1.0).resolved(5, foreground=True)
+    method = DivideAndShuffle(group=2, alpha=1.0).resolved(5)
     averages = LocalAverages(range(5), Channel("dense", Plain(), WireCounter()), nullcontext, method.meeting())
     weights, done = [torch.full((3,), float(rank)) for rank in range(5)], threading.Semaphore(0)
 
@@ -138,9 +138,9 @@ def test_trainers_in_threads_average_in_groups_until_they_leave() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match=r"sync\.group=5 is more than there are trainers \(4\)"):
-        DivideAndShuffle(group=5).resolved(4, foreground=False)
-    assert DivideAndShuffle().resolved(16, foreground=False).group == 4
-    assert DivideAndShuffle().resolved(1, foreground=False).group == 2
+        DivideAndShuffle(group=5).resolved(4)
+    assert DivideAndShuffle().resolved(16).group == 4
+    assert DivideAndShuffle().resolved(1).group == 2
 
 
 def test_trainers_of_one_machine_do_not_read_each_others_memory() -> None:

@@ -42,7 +42,7 @@ class Cluster:
         generator = torch.Generator().manual_seed(n)
         start = torch.randn(SIZE, generator=generator)
         line = Channel("dense", codec or Plain(), WireCounter())
-        self.method = method.resolved(n, foreground=False)
+        self.method = method.resolved(n)
         self.servers = WholeCopy(start, dense_servers, line)
         averages = LocalAverages(range(n), line, Gate().waiting)
         self.groups: list[Group] = [Group(averages.of[rank], self.servers.of(rank)) for rank in range(n)]

@@ -35,7 +35,7 @@ def make_drivers(
 ) -> tuple[list[Driver], list[Synchronisation]]:
     gate, line, start = Gate(), Channel("dense", Plain(), WireCounter()), torch.zeros(5)
     averages, servers = LocalAverages(range(n), line, gate.waiting), WholeCopy(start, 1, line)
-    chosen = method().resolved(n, schedule.foreground)
+    chosen = method().resolved(n)
     parts = [
         Synchronisation(
             chosen,
@@ -123,7 +123,7 @@ class Membership:
 
 
 def foreground(group: Group, workers: int) -> Driver:
-    method = ModelAveraging().resolved(2, foreground=True)
+    method = ModelAveraging()
     return EveryK(k=1).drive(Synchronisation(method, torch.zeros(5), group, workers, Gate()))
 
 

@@ -71,6 +71,22 @@ def test_a_table_is_written_in_its_place_and_says_when_its_code_has_changed(stud
     assert "**Older than the code**, which has changed in 1 commits since." in (tmp_path / "page.md").read_text()
 
 
+def test_a_table_that_somebody_vouches_for_is_not_old_and_says_why(study: ModuleType, tmp_path: Path) -> None:
+    """Until the code changes again."""
+    study.run("one", float("inf"))
+    for number in (1, 2):
+        (tmp_path / "code.py").write_text(f"x = {number}")
+        git(tmp_path, "commit", "-qam", f"change {number}")
+        assert [name for name, _ in study.stale()] == ["one"]
+        study.vouch("one", f"nothing reads {number}")
+        assert not list(study.stale())
+    study.write()
+    written = (tmp_path / "page.md").read_text()
+    assert "which does not change it: nothing reads 1.\n" in written
+    assert f"Run before {study.commit()}, which does not change it: nothing reads 2.\n" in written
+    assert "Older" not in written
+
+
 def test_of_two_at_once_one_is_refused(study: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "records" / "one").mkdir(parents=True)
     with (tmp_path / "records" / "one" / "sessions.jsonl").open("a") as held:
@@ -101,7 +117,7 @@ def test_ctrl_c_ends_it_and_what_was_run_is_on_record(
 
 def test_a_page_without_the_place_and_an_unknown_commit_are_said(study: ModuleType, tmp_path: Path) -> None:
     study.run("one", float("inf"))
-    assert study.changed_since(study.Session("0" * 8, "", "", 1), ("code.py",)) == ["00000000 is not in this history"]
+    assert study.changed_since("0" * 8, ("code.py",)) == ["00000000 is not in this history"]
     (tmp_path / "page.md").write_text("nothing\n")
     with pytest.raises(SystemExit, match="there must be one place for one"):
         study.write()

@@ -1,6 +1,6 @@
 """How the vectors of trainers are averaged: whole or as differences, in one process or among several.
 
-`P` dense parameters, `n` members of an average; `w_i` the replica of member i, `v_i` what the others have of it, `r`
+`P` dense parameters, `n` members of an average; `w_i` the replica of member i, `v_i` what the average has of it, `r`
 the mean of all `v_i`.
 """
 
@@ -128,14 +128,18 @@ class Strategy(ABC):
     Attributes:
         partial: an average may lack a part of what a trainer has.
         rate: of the trainer, for codecs that select by it.
+        known: `[P]` v_i as of the last average; None before the first.
     """
 
     partial: ClassVar[bool] = False
     rate: Rate = staticmethod(full_rate)
 
+    def __init__(self) -> None:
+        self.known: Tensor | None = None
+
     @abstractmethod
-    def pack(self, weights: Tensor, live: bool = False) -> Payload:
-        """A payload of the replica `[P]`, as it is now; `live`: it is averaged at once, and needs no copy for that.
+    def pack(self, vector: Tensor) -> Payload:
+        """A payload of this copy `[P]` of a replica, which is the payload's from now on.
 
         Raises:
             NonFiniteTensor: it holds NaN or infinities, and the codec cannot carry them.
@@ -163,8 +167,20 @@ class Strategy(ABC):
     def missed(self, between: bool, common: bool) -> bool:
         """As `Group.missed`, where others averaged without this trainer `between` its last two averages."""
 
-    @abstractmethod
-    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None: ...
+    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
+        """As `Group.approach`."""
+        move(weights, target, self._known, alpha)
+        self.follow(target, alpha, 1.0)
+
+    @property
+    def _known(self) -> Tensor:
+        assert self.known is not None, "an average comes first"
+        return self.known
+
+
+def move(weights: Tensor, target: Tensor, known: Tensor, alpha: float) -> None:
+    """`w_i += α (target − v_i)`, in one step, as workers may be writing to the replica."""
+    weights.add_((target - known).mul_(alpha))
 
 
 class Vectors(Strategy):
@@ -174,34 +190,31 @@ class Vectors(Strategy):
     """
 
     def __init__(self, codec: Codec, counter: WireCounter) -> None:
+        super().__init__()
         self._codec, self._counter = codec, counter
 
-    def pack(self, weights: Tensor, live: bool = False) -> Payload:
-        (vector,) = self._codec.encode(weights).frames
-        if not live and vector.untyped_storage().data_ptr() == weights.untyped_storage().data_ptr():
-            vector = vector.clone()  # workers go on writing to it
-        return Payload(vector)
+    def pack(self, vector: Tensor) -> Payload:
+        (encoded,) = self._codec.encode(vector).frames
+        return Payload(encoded)
 
     def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
         average: Tensor = come(ring.mean(payload.vector))
         return average
 
     def settle(self, payload: Payload, average: Tensor, members: int) -> None:
+        self.known = payload.vector.to(torch.float32)
         share, raw = 2 * (members - 1) / members, payload.vector.numel() * torch.float32.itemsize
         self._counter.add("dense", round(payload.vector.nbytes * share), round(raw * share))
 
     def missed(self, between: bool, common: bool) -> bool:
         return between
 
-    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        weights.lerp_(target, alpha)
-
 
 class PublicCopy(Strategy):
     """Differences cross, from each member to each other one; everything is as it was until an average counts.
 
-    `q_i = Q(w_i − v_i); v_i += q_i; r += Σ q_j / n`, after which `approach` takes replica and copy towards a target t
-    that all members know: `w_i += α (t − v_i); v_i += α (t − v_i); r += α (t − r)`. With t = r that is CHOCO-SGD
+    `q_i = Q(w_i − v_i); v_i += q_i; r += Σ q_j / n`, after which copy and average go towards the target t as replicas
+    do: `w_i += α (t − v_i); v_i += α (t − v_i); r += α (t − r)`. With t = r that is CHOCO-SGD
     (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340) on a complete graph, with γ = α and `x̂_i` for `v_i`. There copies
     move by `q_i` alone, so that the step towards the average crosses as well; here all members know it.
 
@@ -217,19 +230,18 @@ class PublicCopy(Strategy):
 
     Attributes:
         average: `[P]` r.
-        known: `[P]` v_i as of the last average; None before the first, which is of whole vectors.
     """
 
     partial = True
 
     def __init__(self, codec: Codec, counter: WireCounter, about: str) -> None:
+        super().__init__()
         self._codec, self._counter, self._about = codec.of_differences(), counter, about
         self._state: Any = None
         self.average = torch.zeros(0)
-        self.known: Tensor | None = None
 
-    def pack(self, weights: Tensor, live: bool = False) -> Payload:
-        return Payload(weights.clone())
+    def pack(self, vector: Tensor) -> Payload:
+        return Payload(vector)
 
     def mean(self, payload: Payload, ring: Ring, complete: bool, come: Come) -> Tensor:
         self._begin(payload, complete)
@@ -272,10 +284,6 @@ class PublicCopy(Strategy):
     def ahead(self, payload: Payload) -> Tensor:
         return payload.vector - self._after(payload)
 
-    def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        weights.add_((target - self._known).mul_(alpha))
-        self.follow(target, alpha, 1.0)
-
     def follow(self, target: Tensor, alpha: float, weight: float) -> None:
         self.known = _nearer(self._known, target if weight == 1 else weight * target, alpha)
         if target is not self.average:
@@ -306,11 +314,6 @@ class PublicCopy(Strategy):
     def _decoded(self, frames: Sequence[Tensor]) -> Tensor:
         with received("an average", self._codec):
             return self._codec.decode(frames, tuple(self._known.shape))
-
-    @property
-    def _known(self) -> Tensor:
-        assert self.known is not None, "the first average is of whole vectors"
-        return self.known
 
 
 def _nearer(point: Tensor, target: Tensor, alpha: float) -> Tensor:
@@ -393,7 +396,7 @@ class LocalAverages:
         """The average `[P]` of replicas by rank, ascending, to which workers may be writing."""
         ends = [self.of[rank] for rank in replicas]
         common, complete = self._last.common(tuple(replicas), {end.rank: end.holds for end in ends})
-        payloads = [end.strategy.pack(replicas[end.rank], live=True) for end in ends]
+        payloads = [end.strategy.pack(replicas[end.rank].clone()) for end in ends]
         average = ends[0].strategy.mean_here([end.strategy for end in ends], payloads, complete)
         self._last.add(replicas, tuple(replicas))
         for end, payload in zip(ends, payloads, strict=True):
@@ -429,8 +432,9 @@ class RemoteAveraging(Averaging):
     that failed is repeated with the same. Bytes are counted once the round counts. The ring is kept from round to round
     as long as its members stay.
 
-    Trainers of one machine that see each other's replicas average them there, as they are then: the first of them adds
-    up the replicas of all, meets the first ones of other machines in the ring, and leaves the average for the others.
+    Trainers of one machine that see each other's replicas average them there, as they are then: the first of them
+    copies the replicas of all and adds them up, meets the first ones of other machines in the ring, and leaves the
+    average for the others.
     The driver's word that all have come is also that all replicas may be read, its word that all have ended that the
     average may be, so that they need no barrier of their own. The codec is for what goes between machines; there a
     machine stands for a trainer, its replica being their mean, weighted by their number.
@@ -516,12 +520,13 @@ class RemoteAveraging(Averaging):
             _LOG.info("trainer %d could not say that it leaves: %s", self.rank, error)
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """As `Group.approach`. Where a machine stood for its trainers, α of what workers did meanwhile is taken, as
-        where vectors cross whole."""
+        """As `Group.approach`."""
         if not self._near:
             super().approach(weights, target, alpha)
             return
-        weights.lerp_(target + self._near[0].ahead if self.strategy.partial else target, alpha)
+        assert self._neighbours is not None, "it has shown its own"
+        known = self._neighbours.own.sent
+        move(weights, target, known - self._near[0].ahead if self.strategy.partial else known, alpha)
         if self._weight is not None:
             self.strategy.follow(target, alpha, self._weight)
 
@@ -542,10 +547,10 @@ class RemoteAveraging(Averaging):
                 members, common = len(verdict.members if self._apart else verdict.leaders), verdict.common
                 try:
                     if verdict.near and (len(verdict.near) > 1 or verdict.weight != 1):
-                        payload, average = self._with_neighbours(weights, verdict)
+                        payload, average = self._with_neighbours(verdict)
                     else:
                         if payload is None or self._near:  # one of before was for those of its machine, too
-                            self._near, payload = [], self.strategy.pack(weights)
+                            self._near, payload = [], self.strategy.pack(weights.clone())
                         average = self._reduce(payload, verdict)
                     succeeded = True
                 except _BrokenOff:
@@ -583,7 +588,7 @@ class RemoteAveraging(Averaging):
             except CallTimeout:
                 continue
 
-    def _with_neighbours(self, weights: Tensor, verdict: Verdict) -> tuple[Payload | None, Tensor]:
+    def _with_neighbours(self, verdict: Verdict) -> tuple[Payload | None, Tensor]:
         """What this trainer sends in an attempt, and where the average is once that counts."""
         assert self._neighbours is not None, "it has shown its own"
         try:
@@ -593,13 +598,15 @@ class RemoteAveraging(Averaging):
             raise _BrokenOff from error
         self._weight = None
         if self.rank not in verdict.leaders:
-            return Payload(weights) if self._apart else None, near[0].average
+            return Payload(self._neighbours.own.sent) if self._apart else None, near[0].average
         weight = verdict.weight
-        mean = mean_of([each.replica for each in near])
+        for each in near:
+            each.sent.copy_(each.replica)
+        mean = mean_of([each.sent for each in near])
         if len(verdict.leaders) == 1:  # nothing crosses
             payload, average = Payload(mean), mean
         else:
-            payload = self.strategy.pack(mean if weight == 1 else mean.mul_(weight), live=True)
+            payload = self.strategy.pack(mean if weight == 1 else mean.mul_(weight))
             average = self._reduce(payload, verdict)
             self._weight = weight
         near[0].average.copy_(average)

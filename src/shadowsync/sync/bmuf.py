@@ -13,7 +13,8 @@ from shadowsync.sync.method import Group, State
 @dataclass(frozen=True)
 class Bmuf(ModelAveraging):
     """Blockwise model-update filtering (Chen and Huo, ICASSP 2016; in the background: ShadowSync, arXiv 2003.03477):
-    `c = AllReduce(copy of w_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i ← (1−α) w_i + α w_g`.
+    `u_i = copy of w_i; c = AllReduce(u_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i += α (w_g − u_i)`, the last as in
+    `ma`.
 
     With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block would start. `η = 1, μ = 0` is
     model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.
@@ -23,7 +24,7 @@ class Bmuf(ModelAveraging):
     they have to move towards one point.
 
     The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; our default of 0.5 is milder,
-    for the frequent synchronisation of the background. Default `α` as in model averaging.
+    for the frequent synchronisation of the background. Replicas that follow by `α` only have a momentum of `α μ`.
     """
 
     name: ClassVar[str] = "bmuf"
@@ -36,7 +37,6 @@ class Bmuf(ModelAveraging):
         return {"global": weights.clone(), "delta": weights.new_zeros(weights.shape)}
 
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
-        assert self.alpha is not None, "resolved() fills alpha in"
         average = group.mean(weights)
         if group.missed():
             state = self.init(average)

@@ -14,8 +14,8 @@ from shadowsync.sync.meeting import Meeting
 
 @dataclass(frozen=True)
 class DivideAndShuffle(ModelAveraging):
-    """Divide-and-shuffle synchronisation (DS-Sync, arXiv 2007.03298): `c = mean of w_j over a small group;
-    w_i ← (1−α) w_i + α c`, in another group each time.
+    """Divide-and-shuffle synchronisation (DS-Sync, arXiv 2007.03298): `u_i = copy of w_i; c = mean of u_j over a small
+    group; w_i += α (c − u_i)`, in another group each time.
 
     The paper draws all groups anew before each iteration, and so waits for the slowest one each time; ours take those
     who have come, as in Moshpit and other gossip methods: whoever waits longest, with those whom it has not met for the
@@ -35,14 +35,14 @@ class DivideAndShuffle(ModelAveraging):
     def takes_differences(self) -> bool:
         return False
 
-    def resolved(self, trainers: int, foreground: bool) -> Self:
+    def resolved(self, trainers: int) -> Self:
         if self.group is not None and self.group > trainers > 1:
             raise ConfigError(
                 f"sync.group={self.group} is more than there are trainers ({trainers}): lower it, or set "
                 "sync.method=ma, where all average together"
             )
         size = self.group or max(2, round(math.sqrt(trainers)))
-        return replace(super().resolved(trainers, foreground), group=size)
+        return replace(self, group=size)
 
     def meeting(self) -> Meeting:
         assert self.group is not None, "resolved() fills group in"

@@ -40,7 +40,7 @@ class Easgd(SyncMethod):
     def takes_differences(self) -> bool:
         return self.form == "elastic"
 
-    def resolved(self, trainers: int, foreground: bool) -> Self:
+    def resolved(self, trainers: int) -> Self:
         return self if self.alpha is not None else replace(self, alpha=min(0.5, 0.9 / trainers))
 
     def init(self, weights: Tensor) -> State:

@@ -1,7 +1,7 @@
 """Model averaging: every trainer moves towards the average of all."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -11,37 +11,26 @@ from shadowsync.sync.method import Group, State, SyncMethod
 
 @dataclass(frozen=True)
 class ModelAveraging(SyncMethod):
-    """Model averaging (ShadowSync, arXiv 2003.03477): `c = AllReduce(copy of w_i) / n;
-    w_i ← (1−α) w_i + α c`.
+    """Model averaging (ShadowSync, arXiv 2003.03477): `u_i = copy of w_i; c = AllReduce(u_i) / n; w_i += α (c − u_i)`.
 
-    The all-reduce works on a copy while workers go on. In the background `α = 1` would throw away what they did
-    meanwhile, hence the default of 0.5 there; in the foreground, where they stand still, it is 1. Both defaults are
-    ours.
+    The all-reduce works on copies while workers go on. The paper then has `w_i ← (1−α) w_i + α c`, which takes α of
+    what workers did meanwhile, too: on a slow network that is all they do. Ours moves replicas by as much as the copies
+    would move, so that nothing is lost, and α is 1. Where nobody works meanwhile, as in the foreground, the two are the
+    same.
     """
 
     name: ClassVar[str] = "ma"
     collective: ClassVar[bool] = True
 
-    alpha: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="step towards the common model; more pulls harder; None is 0.5 in the background, else 1",
-        ),
-    ] = None
+    alpha: Annotated[float, Field(gt=0, le=1, description="step towards the common model; more pulls harder")] = 1.0
 
     @property
     def takes_differences(self) -> bool:
         return True
 
-    def resolved(self, trainers: int, foreground: bool) -> Self:
-        return self if self.alpha is not None else replace(self, alpha=1.0 if foreground else 0.5)
-
     def init(self, weights: Tensor) -> State:
         return {}
 
     def sync(self, weights: Tensor, group: Group, state: State) -> State:
-        assert self.alpha is not None, "resolved() fills alpha in"
         group.approach(weights, group.mean(weights), self.alpha)
         return state

@@ -47,10 +47,9 @@ class Group:
         return self.averaging.missed
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        """`w_i ← (1−α) w_i + α target`, in place, after a `mean`.
+        """`w_i += α (target − v_i)`, in place, after a `mean`; v_i is what that average has of this replica.
 
-        Where averages cross in part, it is `w_i += α (target − v_i)`, v_i being what the last one has of this replica:
-        what it has not stays in full.
+        What it has not stays in full: what workers have done since, and what a codec left out.
 
         Args:
             weights: `[P]`, the replica.
@@ -88,8 +87,7 @@ class DeviceGroup(Group):
     """The group of a replica on a GPU: vectors are copied to main memory, where codecs and the network have them, and
     what comes back to the replica's device.
 
-    Workers go on stepping a replica while it synchronises. So `approach` adds what an average moves, to the replica as
-    it is by then; where nothing else happens, that is the same as in main memory within a rounding error.
+    Where nothing else happens, a replica moves as in main memory within a rounding error.
     """
 
     device: torch.device
@@ -102,12 +100,12 @@ class DeviceGroup(Group):
         return here
 
     def approach(self, weights: Tensor, target: Tensor, alpha: float) -> None:
-        before = _copied(weights)
-        after = before.clone()
         given, self._mean = self._mean, None
         own = given is not None and target is given[0]  # which the average's end knows when it sees it again
-        super().approach(after, given[1] if given is not None and own else _copied(target), alpha)
-        weights.add_(after.sub_(before).to(self.device))
+        there = given[1] if given is not None and own else _copied(target)
+        moved = torch.zeros_like(there)
+        super().approach(moved, there, alpha)
+        weights.add_(moved.to(self.device))
 
     def elastic(self, weights: Tensor, alpha: float) -> Tensor:
         return super().elastic(_copied(weights), alpha).to(self.device)
@@ -147,8 +145,8 @@ class SyncMethod(ABC):
         """Whatever crosses may be a part of a difference from what the other side has."""
         return False
 
-    def resolved(self, trainers: int, foreground: bool) -> Self:
-        """The method with every default that depends on the job's size or on the schedule filled in."""
+    def resolved(self, trainers: int) -> Self:
+        """The method with every default that depends on the job's size filled in."""
         return self
 
     def meeting(self) -> Meeting:

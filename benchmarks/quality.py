@@ -61,11 +61,12 @@ PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "easgd": (*((f"alpha={alpha}",) for alpha in (0.05, 0.1, 0.225, 0.4, 0.9)),),
     "ma": (*((f"alpha={alpha}",) for alpha in (0.25, 0.5, 0.75, 1.0)),),
     "bmuf": (
-        *((f"momentum={momentum}", "eta=1.0") for momentum in (0.0, 0.25, 0.5, 0.75, 0.9)),
+        *((f"alpha={alpha}",) for alpha in (0.5, 1.0)),
+        *((f"momentum={momentum}", "eta=1.0") for momentum in (0.0, 0.25, 0.75, 0.9)),
         *(("momentum=0.5", f"eta={eta}") for eta in (0.5, 1.5)),
     ),
 }
-"""Beside each method's defaults: α = 0.9 / trainers; α = 0.5; μ = 0.5 and η = 1."""
+"""Beside each method's defaults: α = 0.9 / trainers; α = 1; μ = 0.5 and η = 1."""
 HOGWILD: Mapping[str, Any] = {"batch_size": 256, "emulate_step_ms": 200.0}
 HOGWILD_ROWS = 200_000
 COLLAPSED = 0.01

@@ -57,7 +57,7 @@ def run_all(given: argparse.Namespace, kept: Cells) -> None:
     for seed, task, method in itertools.product(range(given.seeds), TASKS, METHODS):
         gap = 1.0
         for rule, alpha in WAYS:
-            name = f"{task}, {method}, {rule}, alpha {alpha:g}, {given.seconds:g} s, seed {seed}"
+            name = f"{task}, {method}, {rule}, alpha {alpha:g}, {given.seconds:g} s, {given.rows} rows, seed {seed}"
             sync: dict[str, Any] = {"method": f"slow_{method}", "seconds": given.seconds, "rule": rule}
             if rule == FOREGROUND:
                 sync = {"method": method, "schedule": "every_k", "k": max(1, round(gap))}

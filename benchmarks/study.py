@@ -45,8 +45,9 @@ LEARNS = (
     *(f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
 )
 """Of every result that is a quality."""
-AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce", "background", "every_k"))
-TRAINS = (*LEARNS, *AVERAGES, f"{CODE}sync/easgd.py")
+AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce"))
+ELASTIC = tuple(f"{CODE}sync/{name}.py" for name in ("easgd", "background", "every_k"))
+TRAINS = (*LEARNS, *AVERAGES, *ELASTIC)
 """Of every quality of replicas that are merged."""
 THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"
 """Of a dense part that crosses in part."""
@@ -77,7 +78,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "quality": Experiment("quality.py", ("methods",), picture=True),
     "parameters": Experiment("quality.py", ("parameters",)),
-    "hogwild": Experiment("quality.py", ("hogwild",)),
+    "hogwild": Experiment("quality.py", ("hogwild",), (*LEARNS, *ELASTIC)),
     "switching": Experiment(
         "switching.py",
         ("--study",),
@@ -93,7 +94,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         picture=True,
     ),
     "operating_point": Experiment(
-        "partial_recovery.py", ("--operating",), (*LEARNS, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py")
+        "partial_recovery.py",
+        ("--operating",),
+        (*LEARNS, *ELASTIC, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py"),
     ),
     "slow_link": Experiment(
         "slow_link.py",
@@ -216,6 +219,8 @@ def _run(name: str, until: float, sessions: TextIO) -> int:
 
 def vouch(name: str, reason: str) -> None:
     """Puts on record that what has changed so far makes no difference to what was run."""
+    if name not in dict(stale()):
+        sys.exit(f"{name} is not older than the code: there is nothing to vouch for")
     voucher = Voucher(commit(), _today(), reason)
     with (folder_of(name) / "vouchers.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(voucher)) + "\n")
@@ -257,7 +262,10 @@ def table_of(name: str, old: Mapping[str, list[str]]) -> str:
     lines = [
         f"`benchmarks/study.py run {name}` ({', '.join(processors)}; {', '.join(commits)}; {days}; "
         f"{sum(session.runs for session in sessions)} runs):",
-        *(f"Run before {voucher.commit}, which does not change it: {voucher.reason}." for voucher in vouchers_of(name)),
+        *(
+            f"What had changed by {voucher.commit} makes no difference: {voucher.reason}."
+            for voucher in vouchers_of(name)
+        ),
         *([f"**Older than the code**, which has changed in {len(old[name])} commits since."] if name in old else []),
         f"```text\n{tables}\n```",
         *([f"![{name}](img/{name}.png)"] if EXPERIMENTS[name].picture else []),

@@ -158,11 +158,23 @@ def test_what_workers_do_while_an_average_is_under_way_stays(codec: Codec) -> No
     trainers = Trainers(2, codec, alpha=1.0)
     trainers.round(range(2))
     average, meanwhile = trainers.average(range(2)), drawn(99)
-    at_rest = trainers.weights[0].clone()
+    at_rest, step = trainers.weights[0].clone(), average - trainers.standing(0).known
     trainers.weights[0].add_(meanwhile)
-    step = average - trainers.standing(0).known
     trainers.averages.of[0].strategy.approach(trainers.weights[0], average, 1.0)
     torch.testing.assert_close(trainers.weights[0], at_rest + step + meanwhile, atol=1e-6, rtol=0)
+
+
+def test_what_a_codec_rounds_off_a_vector_stays_in_the_replica() -> None:
+    """Steps of less than half a digit of bf16 are not lost."""
+    trainers = Trainers(2, Bf16(), alpha=1.0)
+    trainers.weights = [torch.ones(SIZE) for _ in range(2)]
+    for _ in range(50):
+        for weights in trainers.weights:
+            weights.add_(0.001)
+        average = trainers.average(range(2))
+        for rank in range(2):
+            trainers.standing(rank).approach(trainers.weights[rank], average, 1.0)
+    torch.testing.assert_close(trainers.weights[0], torch.full((SIZE,), 1.05), atol=1e-5, rtol=0)
 
 
 def test_replicas_that_rest_come_together_although_little_crosses() -> None:

@@ -82,9 +82,11 @@ def test_a_table_that_somebody_vouches_for_is_not_old_and_says_why(study: Module
         assert not list(study.stale())
     study.write()
     written = (tmp_path / "page.md").read_text()
-    assert "which does not change it: nothing reads 1.\n" in written
-    assert f"Run before {study.commit()}, which does not change it: nothing reads 2.\n" in written
+    assert "makes no difference: nothing reads 1.\n" in written
+    assert f"What had changed by {study.commit()} makes no difference: nothing reads 2.\n" in written
     assert "Older" not in written
+    with pytest.raises(SystemExit, match="one is not older than the code"):
+        study.vouch("one", "to be sure")
 
 
 def test_of_two_at_once_one_is_refused(study: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

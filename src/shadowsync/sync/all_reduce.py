@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -126,12 +126,10 @@ class Strategy(ABC):
     """One trainer's end of averages; what it keeps changes only where an average counts.
 
     Attributes:
-        partial: an average may lack a part of what a trainer has.
         rate: of the trainer, for codecs that select by it.
         known: `[P]` v_i as of the last average; None before the first.
     """
 
-    partial: ClassVar[bool] = False
     rate: Rate = staticmethod(full_rate)
 
     def __init__(self) -> None:
@@ -156,9 +154,9 @@ class Strategy(ABC):
     @abstractmethod
     def settle(self, payload: Payload, average: Tensor, members: int) -> None: ...
 
-    def ahead(self, payload: Payload) -> Tensor:
-        """What of a payload's vector the others do not have after its average, `[P]`."""
-        return torch.zeros_like(payload.vector)
+    def after(self, payload: Payload) -> Tensor:
+        """`[P]` v_i once this payload's average counts."""
+        return payload.vector.to(torch.float32)
 
     def follow(self, target: Tensor, alpha: float, weight: float) -> None:  # noqa: B027 (not where vectors cross whole)
         """What others have of a machine's replicas, of which each counts `weight`, goes as these do by `approach`."""
@@ -202,7 +200,7 @@ class Vectors(Strategy):
         return average
 
     def settle(self, payload: Payload, average: Tensor, members: int) -> None:
-        self.known = payload.vector.to(torch.float32)
+        self.known = self.after(payload)
         share, raw = 2 * (members - 1) / members, payload.vector.numel() * torch.float32.itemsize
         self._counter.add("dense", round(payload.vector.nbytes * share), round(raw * share))
 
@@ -231,8 +229,6 @@ class PublicCopy(Strategy):
     Attributes:
         average: `[P]` r.
     """
-
-    partial = True
 
     def __init__(self, codec: Codec, counter: WireCounter, about: str) -> None:
         super().__init__()
@@ -269,7 +265,7 @@ class PublicCopy(Strategy):
         if message is not None:
             self._state = message.state  # also where vectors crossed: thresholds that let too much pass are to notice
         raw = round(vector.nbytes * 2 * (members - 1) / members)
-        self.known = self._after(payload)
+        self.known = self.after(payload)
         if payload.whole or message is None:
             self._counter.add("dense", raw, raw)
         else:
@@ -280,9 +276,6 @@ class PublicCopy(Strategy):
 
     def missed(self, between: bool, common: bool) -> bool:
         return not common
-
-    def ahead(self, payload: Payload) -> Tensor:
-        return payload.vector - self._after(payload)
 
     def follow(self, target: Tensor, alpha: float, weight: float) -> None:
         self.known = _nearer(self._known, target if weight == 1 else weight * target, alpha)
@@ -299,8 +292,7 @@ class PublicCopy(Strategy):
                 change = payload.vector - self._known
                 payload.message = self._codec.encode_change(change, self._known, self.rate(), self._state)
 
-    def _after(self, payload: Payload) -> Tensor:
-        """`[P]` v_i once this payload's average counts."""
+    def after(self, payload: Payload) -> Tensor:
         if payload.whole or payload.message is None:
             return payload.vector
         return self._known + self._decoded(payload.message.frames)
@@ -525,8 +517,7 @@ class RemoteAveraging(Averaging):
             super().approach(weights, target, alpha)
             return
         assert self._neighbours is not None, "it has shown its own"
-        known = self._neighbours.own.sent
-        move(weights, target, known - self._near[0].ahead if self.strategy.partial else known, alpha)
+        move(weights, target, self._neighbours.own.known, alpha)
         if self._weight is not None:
             self.strategy.follow(target, alpha, self._weight)
 
@@ -598,20 +589,22 @@ class RemoteAveraging(Averaging):
             raise _BrokenOff from error
         self._weight = None
         if self.rank not in verdict.leaders:
-            return Payload(self._neighbours.own.sent) if self._apart else None, near[0].average
+            return Payload(self._neighbours.own.known) if self._apart else None, near[0].average
         weight = verdict.weight
         for each in near:
-            each.sent.copy_(each.replica)
-        mean = mean_of([each.sent for each in near])
+            each.known.copy_(each.replica)
+        mean = mean_of([each.known for each in near])
         if len(verdict.leaders) == 1:  # nothing crosses
             payload, average = Payload(mean), mean
         else:
-            payload = self.strategy.pack(mean if weight == 1 else mean.mul_(weight))
+            mean.mul_(weight)
+            payload = self.strategy.pack(mean)
             average = self._reduce(payload, verdict)
             self._weight = weight
+            left_out = (mean - self.strategy.after(payload)).div_(weight)
+            for each in near:
+                each.known.sub_(left_out)
         near[0].average.copy_(average)
-        if self.strategy.partial:
-            near[0].ahead.copy_(self.strategy.ahead(payload).div_(weight))
         return payload, average
 
     def _reduce(self, payload: Payload, verdict: Verdict) -> Tensor:

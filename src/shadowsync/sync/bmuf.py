@@ -16,15 +16,17 @@ class Bmuf(ModelAveraging):
     `u_i = copy of w_i; c = AllReduce(u_i) / n; Δ ← μ Δ + η (c − w_g); w_g += Δ; w_i += α (w_g − u_i)`, the last as in
     `ma`.
 
-    With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block would start. `η = 1, μ = 0` is
-    model averaging exactly. Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages.
-    A trainer that missed some (in the foreground, while it had nothing to train) starts anew from the first average it
-    sees again, `w_g = c, Δ = 0`. It then differs from the others by their `μ Δ`; as all go on with the same averages,
-    the difference shrinks by about `√μ` with each of them. Under a threshold all start anew together instead, as
-    they have to move towards one point.
+    With Nesterov momentum the replicas move towards `w_g + μ Δ`, where the next block starts, and what a block has
+    brought, `c` less `w_g` above, is measured from there. `η = 1, μ = 0` is model averaging exactly.
+
+    Every trainer keeps `w_g` and `Δ`; they agree because all see the same averages. A trainer that missed some (in the
+    foreground, while it had nothing to train) starts anew from the first average it sees again, `w_g = c, Δ = 0`. It
+    then differs from the others by their `μ Δ`; as all go on with the same averages, the difference shrinks by about
+    `√μ` with each of them. Under a threshold all start anew together instead, as they have to move towards one point.
 
     The BMUF paper ties `μ` to the number of trainers (1 − 1/n) for blocks of many steps; our default of 0.5 is milder,
-    for the frequent synchronisation of the background. Replicas that follow by `α` only have a momentum of `α μ`.
+    for the frequent synchronisation of the background. With α below 1 the momentum is αμ. Where an average takes as
+    long as a block, a momentum above 0.7 or an η above 1.5 may diverge at large learning rates; a smaller α damps that.
     """
 
     name: ClassVar[str] = "bmuf"
@@ -40,8 +42,10 @@ class Bmuf(ModelAveraging):
         average = group.mean(weights)
         if group.missed():
             state = self.init(average)
-        delta = self.momentum * state["delta"] + self.eta * (average - state["global"])
-        model = state["global"] + delta
+        before, momentum = state["global"], self.momentum * state["delta"]
+        start = before + momentum if self.nesterov else before
+        delta = momentum + self.eta * (average - start)
+        model = before + delta
         target = model + self.momentum * delta if self.nesterov else model
         group.approach(weights, target, self.alpha)
         return {"global": model, "delta": delta}

@@ -16,7 +16,7 @@ class ModelAveraging(SyncMethod):
     The all-reduce works on copies while workers go on. The paper then has `w_i ← (1−α) w_i + α c`, which takes α of
     what workers did meanwhile, too: on a slow network that is all they do. Ours moves replicas by as much as the copies
     would move, so that nothing is lost, and α is 1. Where nobody works meanwhile, as in the foreground, the two are the
-    same.
+    same within rounding.
     """
 
     name: ClassVar[str] = "ma"

@@ -15,20 +15,19 @@ class ReplicaMemory:
 
     Attributes:
         replica: its own; its workers write to it.
-        sent: as it was when it was added up for the last average; written by whoever did that.
+        known: what of it is in the last average; written by whoever added it up.
         average: the last one that it has made for its machine.
-        ahead: by how much the machine's replicas were ahead of what the other machines know of them then.
         number: as of `SharedMemory`.
     """
 
     def __init__(self, memory: SharedMemory, length: int) -> None:
         self.number = memory.number
-        self.replica, self.sent, self.average, self.ahead = (memory.take(*part) for part in self.parts(length))
+        self.replica, self.known, self.average = (memory.take(*part) for part in self.parts(length))
 
     @staticmethod
     def parts(length: int) -> tuple[tuple[int, torch.dtype], ...]:
         """As `memory.shared.bytes_of` has them."""
-        return ((length, torch.float32),) * 4
+        return ((length, torch.float32),) * 3
 
 
 class Neighbours:

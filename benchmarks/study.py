@@ -45,8 +45,9 @@ LEARNS = (
     *(f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
 )
 """Of every result that is a quality."""
-AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce"))
-ELASTIC = tuple(f"{CODE}sync/{name}.py" for name in ("easgd", "background", "every_k"))
+SCHEDULES = "background", "every_k"
+AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce", *SCHEDULES))
+ELASTIC = tuple(f"{CODE}sync/{name}.py" for name in ("easgd", *SCHEDULES))
 TRAINS = (*LEARNS, *AVERAGES, *ELASTIC)
 """Of every quality of replicas that are merged."""
 THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"

@@ -48,13 +48,7 @@ class SlowMa(ModelAveraging):
 
 
 @dataclass(frozen=True)
-class SlowBmuf(Bmuf):
+class SlowBmuf(SlowMa, Bmuf):
     """BMUF on a slow network."""
 
     name: ClassVar[str] = "slow_bmuf"
-
-    seconds: Annotated[float, Field(ge=0)] = 0.1
-    rule: Rule = "ours"
-
-    def sync(self, weights: Tensor, group: Group, state: State) -> State:
-        return super().sync(weights, SlowGroup(group, self.seconds, self.rule), state)

@@ -138,7 +138,7 @@ def test_an_average_stays_as_it_is_when_the_next_one_is_made(threads: ThreadPool
 
 
 MACHINES = ["a", "b", "c"]
-EXACT = [pieces(keep=ALMOST_ALL), Plain()]
+EXACT = [pieces(keep=ALMOST_ALL), pieces(keep=1.0), Plain()]
 
 
 @given(

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,11 +148,10 @@ class Job:
         start_from: Path | str | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.resume = Path(resume) if resume is not None else None
-        self.start_from = Path(start_from) if start_from is not None else None
+        self.resume, self.start_from = _folder("resume", resume), _folder("start_from", start_from)
         if self.resume is not None and self.start_from is not None:
             raise ConfigError("resume goes on with a run, start_from (--from) begins another one: give one of them")
-        self.out = Path(out) if out is not None else self.resume or new_folder()
+        self.out = _folder("out", out) or self.resume or new_folder()
         rows: dict[Split, object] = {"train": data, "test": test_data}
         names: Mapping[Split, str] = {"train": "data", "test": "test_data"}
         self._given = {split: Given(names[split], held) for split, held in rows.items() if held is not None}
@@ -224,6 +224,15 @@ class Job:
             stack.enter_context(only_writer(path))
         except SaveError as error:
             raise SaveError(f"{error}, and nothing was trained: set train.checkpoint_dir to another place") from error
+
+
+def _folder(name: str, given: object) -> Path | None:
+    """What was given as `name`; raises `ConfigError` if that is no path."""
+    if given is None:
+        return None
+    if not isinstance(given, str | PathLike):
+        raise ConfigError(f"{name}={given!r} is no path: give the folder of a run")
+    return Path(given)
 
 
 def train_from_command_line(

@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,16 @@ BAD: dict[str, tuple[Any, str]] = {
         pl.DataFrame({"a": pl.Series([1], dtype=pl.UInt128)}),
         "data: batch 1 holds UInt128 in the column 'a': give numbers of up to 64 bits",
     ),
+    **{
+        f"arrow's {kind}": (
+            pa.table({"a": pa.nulls(2, kind)}),
+            f"data: .*the column 'a' holds {re.escape(str(kind))}: give numbers of up to 64 bits",
+        )
+        for kind in (
+            *(pa.decimal256(60, 2), pa.month_day_nano_interval(), pa.list_(pa.decimal256(60, 2))),
+            *(pa.list_view(pa.int64()), pa.run_end_encoded(pa.int32(), pa.int64())),
+        )
+    },
     "a column as a batch": ([pl.Series("a", [1])], r"data: its batch 1 is a polars.*Series, each must be a polars"),
     "pairs": ([([1], [0])], "data: its batch 1 is a tuple, each must be a polars, pandas"),
     "its own error": (fails_after(3, KeyError("user")), "data: cannot be read: 'user'"),

@@ -112,6 +112,8 @@ def test_a_callback_is_named_in_the_configuration(tmp_path: Path, monkeypatch: p
 def test_what_is_no_callback_is_one_sentence(tmp_path: Path, given: str, parts: tuple[str, ...]) -> None:
     fails(lambda: Job(config(tmp_path, report={"callbacks": [given]})), ConfigError, *parts)
     fails(lambda: Job(config(tmp_path), callbacks=[Diary]), ConfigError, "the class Diary: call it")  # type: ignore[list-item]
+    for one in (Diary(), 5, "mlflow"):
+        fails(lambda one=one: Job(config(tmp_path), callbacks=one), ConfigError, "is no list: give callbacks=")
 
 
 @pytest.mark.parametrize(("name", "package"), [("mlflow", "mlflow-skinny"), ("wandb", "wandb")])

@@ -44,6 +44,11 @@ def configuration(path: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return merge(found, dict(sections), [])
 
 
+@pytest.mark.parametrize("name", ["start_from", "resume", "out"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    fails(lambda: Job(settings(tmp_path), **{name: 5}), ConfigError, f"{name}=5 is no path")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_two_runs_over_the_same_rows_are_one_over_two_epochs(tmp_path: Path, optimizer: str) -> None:
     rows = {"adagrad": "rowwise_adagrad", "adam": "adam"}[optimizer]

@@ -32,6 +32,12 @@ _KEYS: Mapping[Split, str] = {"train": "path", "test": "test_path"}
 _OF_TABLES = ("label", "columns", "categorical", "dense")
 _NOT_KEPT = ("Object", *LONG)
 """Types, as polars calls them, of values that nobody could read as what they were."""
+_NOT_TAKEN = (
+    *(pa.types.is_decimal256, pa.types.is_interval, pa.types.is_union),
+    *(pa.types.is_list_view, pa.types.is_large_list_view, pa.types.is_run_end_encoded),
+)
+"""Arrow's types that polars does not read."""
+_ALLOWED = "give numbers of up to 64 bits, text, dates, or lists of them"
 _OF_DATASETS = "pyarrow._dataset"
 """Where pyarrow's datasets are. It is not imported, as it imports pandas where there is one, which takes as long."""
 _TABLES = "a polars, pandas or Hugging Face table, one of pyarrow, a dict of columns"
@@ -130,7 +136,7 @@ class Given:
             kind = frame.schema[name]
             holds = f"{self.name}: batch {number} holds {kind} in the column {name!r}"
             if str(_innermost(kind)) in _NOT_KEPT:
-                raise DataError(f"{holds}: give numbers of up to 64 bits, text, dates, or lists of them")
+                raise DataError(f"{holds}: {_ALLOWED}")
             held = before.get(name, kind)
             either = _either(held, kind)
             if either is None or (fixed and either != held):
@@ -234,6 +240,9 @@ def _of_stream(table: Any) -> Iterator[pl.DataFrame]:
 
 def _of_arrow(tables: Iterable[Any]) -> Iterator[pl.DataFrame]:
     for table in tables:
+        for column in table.schema:
+            if any(unknown(_arrow_value(column.type)) for unknown in _NOT_TAKEN):
+                raise ValueError(f"the column {column.name!r} holds {column.type}: {_ALLOWED}")
         yield from pl.DataFrame(table).iter_slices(ROW_GROUP)
 
 
@@ -288,6 +297,10 @@ def _of_one_type(name: str, make: Callable[..., T], *args: Any, **options: Any) 
             f"the column {name!r} holds values of several types, or of none that is known: give text, numbers of up to "
             "64 bits, dates, or lists of them"
         ) from error
+
+
+def _arrow_value(kind: Any) -> Any:
+    return _arrow_value(kind.value_type) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
 
 
 def _innermost(kind: pl.DataType) -> pl.DataType:

@@ -1,7 +1,7 @@
 """What a program has done around a run, and how it is told what happens there."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,10 @@ class Callbacks:
             raise
 
 
-def checked(given: Sequence[object]) -> tuple[Callback, ...]:
-    """Raises `ConfigError` for what is no callback."""
+def checked(given: object) -> tuple[Callback, ...]:
+    """Those that were given; raises `ConfigError` for what is no callback, or none in a list."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"callbacks={given!r} is no list: give callbacks=[…] of instances of shadowsync.Callback")
     for one in given:
         if not isinstance(one, Callback):
             shown = f"the class {one.__name__}: call it" if isinstance(one, type) else repr(one)

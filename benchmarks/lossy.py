@@ -26,7 +26,7 @@ from shadowsync.embedding.table import widths
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
 from emulated import SYNTHETIC, train
-from machine import describe, table
+from machine import describe, table, with_interval
 
 TASKS: Mapping[str, tuple[str, ...]] = {
     "demo": (),
@@ -199,7 +199,7 @@ def against_plain(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each task and setting, over its seeds."""
+    """A line for each task and setting, over its seeds; the distance to plain is paired by seed."""
     compared = against_plain(rows)
     lines = []
     for task, part, setting in dict.fromkeys((row["task"], row["part"], row["setting"]) for row in compared):
@@ -212,7 +212,7 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 *(task, part, setting, len(mine), f"{statistics.fmean(row['fewer'] for row in mine):.1f}"),
                 f"{100 * statistics.fmean(kept):.2f} %" if kept else "-",
                 f"{statistics.fmean(row['auc'] for row in mine):.4f}",
-                *(f"{gain:+.4f}" for gain in (statistics.fmean(gains), min(gains))),
+                *(with_interval(gains, signed=True), f"{min(gains):+.4f}"),
                 f"{statistics.fmean(row['ne'] for row in mine):.4f}",
                 f"{statistics.fmean(row['eps'] for row in mine):,.0f}",
             )

@@ -88,10 +88,10 @@ def interval(values: Sequence[float]) -> float | None:
     return quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
-def with_interval(values: Sequence[float], signed: bool = False) -> str:
+def with_interval(values: Sequence[float], signed: bool = False, digits: int = 4) -> str:
     """The mean, and behind it half the width of its interval."""
     half, sign = interval(values), "+" if signed else ""
-    return f"{statistics.fmean(values):{sign}.4f}" + ("" if half is None else f" ±{half:.4f}")
+    return f"{statistics.fmean(values):{sign}.{digits}f}" + ("" if half is None else f" ±{half:.{digits}f}")
 
 
 def difference(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> str:

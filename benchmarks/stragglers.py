@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
 from emulated import METHODS, auc_of, train_until, workers
-from machine import describe, table
+from machine import describe, table, with_interval
 
 from shadowsync.metrics.history import Frame
 
@@ -162,13 +162,13 @@ def result_table(rows: Sequence[Mapping[str, Any]], cluster: str) -> str:
 
 
 def ratio(rows: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], bases: Sequence[str]) -> str:
-    """The mean, over the seeds, of the speed to that of the fastest of other methods."""
+    """The mean, over the seeds, of the speed to that of the fastest of other methods, with its interval."""
     speeds = {(row["method"], row["seed"]): row["eps"] for row in rows}
     known = [row for row in own if all((base, row["seed"]) in speeds for base in bases)]
     if not known:
         return "-"
     each = [row["eps"] / max(speeds[base, row["seed"]] for base in bases) for row in known]
-    return f"{statistics.fmean(each):.2f}"
+    return with_interval(each, digits=2)
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
 from emulated import METHODS, SYNTHETIC, auc_of, train, train_until, workers
-from machine import describe, table
+from machine import describe, table, with_interval
 
 from shadowsync.metrics.history import Frame
 
@@ -223,7 +223,7 @@ def against_sync(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each kind of switch, over its seeds."""
+    """A line for each kind of switch, over its seeds; the distance to staying synchronous is paired by seed."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in against_sync(rows):
         task = row["task"]
@@ -235,7 +235,7 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"{method} to sync" if back else f"sync to {method}",
             *(name, model, optimizer, f"{workers_} x {batch:,}", "busy" if busy else "even", len(mine)),
             *(f"{statistics.fmean(row[moment] for row in mine):.4f}" for moment in MOMENTS),
-            f"{statistics.fmean(row['gain'] for row in mine):+.4f}",
+            with_interval([row["gain"] for row in mine], signed=True),
             f"{min(row['gain'] for row in mine):+.4f}",
             f"{statistics.fmean(row['staleness'] for row in mine):.1f}",
             f"{statistics.fmean(100 * row['dropped'] for row in mine):.1f} %",

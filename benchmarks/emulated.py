@@ -5,7 +5,6 @@ that it computed with the parameters of the step's beginning, as a slow machine 
 times what a step really costs keep busy what cores there are, and every gradient of `async` gets N − 1 steps old.
 """
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -53,6 +52,9 @@ def train_until(
 
     Returns:
         The frames up to there.
+
+    Raises:
+        Interrupted: it was told to end from outside, before a frame said so.
     """
     frames: list[Frame] = []
     sent = False
@@ -64,8 +66,11 @@ def train_until(
             sent = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with contextlib.suppress(Interrupted):
+    try:
         Job(load(None, [*QUIET, *overrides]), out=out, resume=resume).run(on_frame=look)
+    except Interrupted:
+        if not sent:
+            raise
     return frames
 
 

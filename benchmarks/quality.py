@@ -10,10 +10,11 @@ Every finished run is one line of FOLDER/runs.jsonl; started again, the script g
 
 methods: 2, 4 and 8 trainers, each method in the background and in the foreground; `matched` is the foreground with k
 set to the average gap that the background reached in the run of the same task, method, trainers, workers and seed. Two
-and four workers are run with two trainers. parameters: of each method, with four trainers in the background, and the
-foreground every 5, 30 and 100 iterations. hogwild: 1 to 16 workers of each of two trainers, whose steps are made to
+and four workers are run with two trainers. parameters: of each method, with four trainers, in the background and in the
+foreground every 30 iterations, beside the method's defaults; and those every 5 and 100. What is in `--beside` already
+(the records of methods) is taken from there. hogwild: 1 to 16 workers of each of two trainers, whose steps are made to
 last 200 ms, so that what a worker does not see of the others is what it would not on as many cores; ELP, the
-parallelism in examples, is batch × workers × trainers.
+parallelism in examples, is batch × workers × trainers. All warm up for as many samples, those of 16 workers by default.
 
 Means are over seeds, differences paired by seed, each with an interval of 95 % (Student's t). A run has collapsed where
 its AUC is more than 0.01 below the median of its cell.
@@ -58,16 +59,16 @@ TASKS: dict[str, dict[str, Any]] = {
 METHODS = ("easgd", "ma", "bmuf")
 SCHEDULES = ("background", "matched", "every_k 5", "every_k 30")
 PARAMETERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "easgd": (*((f"alpha={alpha}",) for alpha in (0.05, 0.1, 0.225, 0.4, 0.9)),),
-    "ma": (*((f"alpha={alpha}",) for alpha in (0.25, 0.5, 0.75, 1.0)),),
+    "easgd": (*((f"alpha={alpha}",) for alpha in (0.05, 0.1, 0.4, 0.9)),),
+    "ma": (*((f"alpha={alpha}",) for alpha in (0.25, 0.5, 0.75)),),
     "bmuf": (
-        *((f"alpha={alpha}",) for alpha in (0.5, 1.0)),
+        ("alpha=0.5",),
         *((f"momentum={momentum}", "eta=1.0") for momentum in (0.0, 0.25, 0.75, 0.9)),
         *(("momentum=0.5", f"eta={eta}") for eta in (0.5, 1.5)),
     ),
 }
 """Beside each method's defaults: α = 0.9 / trainers; α = 1; μ = 0.5 and η = 1."""
-HOGWILD: Mapping[str, Any] = {"batch_size": 256, "emulate_step_ms": 200.0}
+HOGWILD: Mapping[str, Any] = {"batch_size": 256, "emulate_step_ms": 200.0, "warmup_samples": 50_000}
 HOGWILD_ROWS = 200_000
 COLLAPSED = 0.01
 
@@ -107,9 +108,9 @@ def parameters(task: str, rows: int, seed: int) -> Iterator[Cell]:
     """Of four trainers."""
     yield Cell(task, rows, 1, 1, "none", "-", seed)
     for method in METHODS:
-        for options in PARAMETERS[method]:
-            yield Cell(task, rows, 4, 1, method, "background", seed, options)
-        for k in (5, 30, 100):
+        for schedule, options in itertools.product(("background", "every_k 30"), ((), *PARAMETERS[method])):
+            yield Cell(task, rows, 4, 1, method, schedule, seed, options)
+        for k in (5, 100):
             yield Cell(task, rows, 4, 1, method, f"every_k {k}", seed)
 
 
@@ -169,10 +170,16 @@ def matched_k(cell: Cell, gap: float) -> int:
     return max(1, round(gap / cell.workers if collective else gap))
 
 
-def run_all(cells: Sequence[Cell], kept: Cells) -> None:
-    """Runs what was not kept."""
+def kept_of(cell: Cell, places: Sequence[Cells]) -> dict[str, Any] | None:
+    """The result from the first place that has it."""
+    return next((row for place in places if (row := place.read(str(cell))) is not None), None)
+
+
+def run_all(cells: Sequence[Cell], places: Sequence[Cells]) -> None:
+    """Runs what was not kept anywhere, and keeps it in the first place."""
+    kept = places[0]
     for number, cell in enumerate(cells):
-        if kept.read(str(cell)) is None:
+        if kept_of(cell, places) is None:
             background = kept.read(str(replace(cell, schedule="background")))
             row = run(cell, matched_k(cell, background["gap"]) if background else 1)
             kept.write(str(cell), row)
@@ -192,12 +199,13 @@ def by_way(rows: Sequence[Mapping[str, Any]]) -> dict[Way, dict[int, Mapping[str
     return found
 
 
-def line(way: Way, runs: Mapping[int, Mapping[str, Any]], single: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Of the table of all ways."""
-    aucs, (trainers, workers, *names) = [row["auc"] for row in runs.values()], way
+def line(way: Way, found: Mapping[Way, Mapping[int, Mapping[str, Any]]], bases: Sequence[Way]) -> list[str]:
+    """Of the table of all ways, with the distance to each of some."""
+    runs, (trainers, workers, *names) = found[way], way
+    aucs = [row["auc"] for row in runs.values()]
     return [
         *(str(trainers), str(workers), *names, f"{statistics.mean(r['gap'] or 0 for r in runs.values()):.1f}"),
-        *(with_interval(aucs), f"{min(aucs):.4f}", difference(runs, single)),
+        *(with_interval(aucs), f"{min(aucs):.4f}", *(difference(runs, found.get(base, {})) for base in bases)),
         with_interval([row["ne"] for row in runs.values()]),
         str(sum(auc < statistics.median(aucs) - COLLAPSED for auc in aucs)) if len(aucs) > 2 else "-",
     ]
@@ -213,14 +221,15 @@ def show(part: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if part == "hogwild":
         print(hogwild_table(found))
         return
-    single = found.get((1, 1, "none", "-", ""), {})
-    ways = sorted(found.items())
-    head = ["trainers", "workers", "method", "schedule", "options", "gap"]
-    rest = ["AUC", "worst", "to one replica", "NE", "collapsed"]
-    print(table([*head, *rest], [line(way, runs, single) for way, runs in ways]))
+    single, ways = (1, 1, "none", "-", ""), sorted(found)
+    head = ["trainers", "workers", "method", "schedule", "options", "gap", "AUC", "worst", "to one replica"]
+    with_options = any(way[4] for way in ways)
+    defaults = {way: [single, *([(*way[:4], "")] if with_options else [])] for way in ways}
+    rest = [*(["to the defaults"] if with_options else []), "NE", "collapsed"]
+    print(table([*head, *rest], [line(way, found, defaults[way]) for way in ways]))
     pairs = [
-        (str(way[0]), str(way[1]), way[2], difference(runs, found[(*way[:3], "matched", "")]))
-        for way, runs in ways
+        (str(way[0]), str(way[1]), way[2], difference(found[way], found[(*way[:3], "matched", "")]))
+        for way in ways
         if way[3] == "background" and (*way[:3], "matched", "") in found
     ]
     if pairs:
@@ -279,12 +288,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=500_000, help="of a task, at most")
     parser.add_argument("--picture", type=Path, help="of the methods")
+    parser.add_argument("--beside", type=Path, nargs="*", default=[], help="folders of other runs to take cells from")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
-    cells, kept = list(grid(arguments)), Cells(arguments.out)
+    cells, places = list(grid(arguments)), [Cells(folder) for folder in (arguments.out, *arguments.beside)]
     if not arguments.report:
-        run_all(cells, kept)
-    rows = [row for cell in cells if (row := kept.read(str(cell))) is not None]
+        run_all(cells, places)
+    rows = [row for cell in cells if (row := kept_of(cell, places)) is not None]
     print("\n".join(describe()))
     tasks = [task for task in arguments.tasks if any(row["task"] == task for row in rows)]
     for task in tasks:

@@ -3,6 +3,7 @@
     python benchmarks/switching.py --out FOLDER [--seeds 3] [--tasks demo ids synthetic] [--workers 2 4 8 16]
         [--methods async bsp hop_bs hop_bw gba] [--optimizers adagrad adam] [--picture switching.png]
     python benchmarks/switching.py --out FOLDER --study [--seeds 3]
+    python benchmarks/switching.py --out FOLDER --local [--seeds 3]
     … --report      prints the table of what has been run so far
 
 A task is trained for half an epoch synchronously, then by another method from that checkpoint with the same optimizer
@@ -17,6 +18,10 @@ the quarter or the switch; the speed of more than one worker is that of emulated
 
 `--study` is what the documentation shows: every method on 16 workers, even and with stragglers; `async` and `gba` on
 64, and with other models; `gba` in batches of another size than those of the synchronous phase, of the same global one.
+
+`--local` is that with the two ways to divide a row's gradient, by the batches of the step that contain the row and by
+all (`aggregation.rows`), on four workers, so that hardly any gradient is old: in the synchronous phase 16 batches of
+512, then batches of 2,048 to 32 samples.
 
 Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a line of
 FOLDER/runs.jsonl; started again, the script goes on where it stopped. First halves that cells share are kept in
@@ -43,6 +48,7 @@ from machine import describe, table, with_interval
 from shadowsync.metrics.history import Frame
 
 MODEL = "dlrm"
+DIVIDED = "buffer"
 PER_STEP = 16
 """Batches of a global step."""
 BATCH = 512
@@ -74,6 +80,7 @@ class Task:
         batch: samples of a worker's batch; a global step has 16 times as many.
         step_ms: of an emulated step, for each worker.
         model: by name.
+        divided: by what a row's gradient is, `aggregation.rows`.
     """
 
     name: str
@@ -83,6 +90,7 @@ class Task:
     batch: int = BATCH
     step_ms: float = STEP_MS
     model: str = MODEL
+    divided: str = DIVIDED
 
     @property
     def title(self) -> str:
@@ -91,13 +99,14 @@ class Task:
         batch = "" if self.batch == BATCH else f"-batch{self.batch}"
         step = "" if self.step_ms == STEP_MS else f"-step{self.step_ms:g}"
         model = "" if self.model == MODEL else f"-{self.model}"
-        return f"{self.name}{model}{rows}{batch}{step}-{self.optimizer}-seed{self.seed}"
+        divided = "" if self.divided == DIVIDED else f"-{self.divided}"
+        return f"{self.name}{model}{rows}{divided}{batch}{step}-{self.optimizer}-seed{self.seed}"
 
     def overrides(self, method: str, batch: int, others: Sequence[str] = ("train.workers=1",)) -> list[str]:
         """The configuration under a method, which takes batches of that many samples."""
         rows = [] if self.rows is None else [f"data.rows={self.rows}"]
         batches = [f"aggregation.method={method}", f"aggregation.global_batch={PER_STEP * self.batch}"]
-        batches.append(f"train.batch_size={batch}")
+        batches += [f"train.batch_size={batch}", f"aggregation.rows={self.divided}"]
         fixed = [f"model.name={self.model}", f"train.seed={self.seed}", "report.every_s=0.05"]
         return [*TASKS[self.name], *OPTIMIZERS[self.optimizer], *rows, *batches, *fixed, *others]
 
@@ -165,6 +174,14 @@ def study(seeds: int, rows: int | None) -> Iterator[Cell]:
             yield from (Cell(task, method, 16, back=back) for method in ("async", "gba"))
 
 
+def local(seeds: int, rows: int | None) -> Iterator[Cell]:
+    """Seed by seed."""
+    for seed, name, divided in itertools.product(range(seeds), ("demo", "synthetic"), ("containing", "buffer")):
+        task = Task(name, "adagrad", rows, seed, divided=divided)
+        yield Cell(task, "sync")
+        yield from (Cell(task, "gba", 4, batch=batch) for batch in (2048, 512, 128, 32))
+
+
 def run(cell: Cell, halves: Path) -> dict[str, Any]:
     """Trains one."""
     with tempfile.TemporaryDirectory() as folder:
@@ -213,13 +230,14 @@ def _half(frame: Frame) -> bool:
 def same_task(row: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a run must share with the one that stays synchronous."""
     task = row["task"]
-    return tuple(task[part] for part in ("name", "model", "optimizer", "rows", "seed", "batch"))
+    return tuple(task[part] for part in ("name", "model", "optimizer", "rows", "seed", "batch", "divided"))
 
 
 def against_sync(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with what they gain at the end over staying synchronous, where that was run."""
-    stayed = {same_task(row): row["end"] for row in rows if row["method"] == "sync"}
-    return [{**row, "gain": row["end"] - stayed[same_task(row)]} for row in rows if same_task(row) in stayed]
+    """The rows with what they gain over staying synchronous, at the end and a quarter on, where that was run."""
+    stayed = {same_task(row): row for row in rows if row["method"] == "sync"}
+    found = [(row, stayed[same_task(row)]) for row in rows if same_task(row) in stayed]
+    return [{**row, "gains": {moment: row[moment] - base[moment] for moment in MOMENTS[1:]}} for row, base in found]
 
 
 def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -227,30 +245,32 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in against_sync(rows):
         task = row["task"]
-        of = task["name"], task["model"], task["optimizer"]
+        of = task["name"], task["model"], task["optimizer"], task["divided"]
         key = (*of, row["back"], row["workers"], row["batch"] or task["batch"], row["busy"], row["method"])
         found.setdefault(key, []).append(row)
     lines = [
         (
             f"{method} to sync" if back else f"sync to {method}",
-            *(name, model, optimizer, f"{workers_} x {batch:,}", "busy" if busy else "even", len(mine)),
+            *(name, model, optimizer, divided, f"{workers_} x {batch:,}", "busy" if busy else "even", len(mine)),
             *(f"{statistics.fmean(row[moment] for row in mine):.4f}" for moment in MOMENTS),
-            with_interval([row["gain"] for row in mine], signed=True),
-            f"{min(row['gain'] for row in mine):+.4f}",
+            *(with_interval([row["gains"][moment] for row in mine], signed=True) for moment in MOMENTS[1:]),
+            f"{min(row['gains']['end'] for row in mine):+.4f}",
             f"{statistics.fmean(row['staleness'] for row in mine):.1f}",
             f"{statistics.fmean(100 * row['dropped'] for row in mine):.1f} %",
             f"{statistics.fmean(row['eps'] for row in mine):,.0f}",
         )
-        for (name, model, optimizer, back, workers_, batch, busy, method), mine in sorted(found.items())
+        for (name, model, optimizer, divided, back, workers_, batch, busy, method), mine in sorted(found.items())
     ]
-    header = ["switch", "task", "model", "optimizer", "workers", "cluster", "seeds", "AUC before", "a quarter on"]
-    return table([*header, "end", "to sync", "worst", "staleness", "dropped", "examples/s"], lines)
+    header = ["switch", "task", "model", "optimizer", "rows by", "workers", "cluster", "seeds", "AUC before"]
+    after = ["a quarter on", "end", "quarter to sync", "end to sync", "worst"]
+    return table([*header, *after, "staleness", "dropped", "examples/s"], lines)
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """AUC at the three moments, a panel for each task and direction, a line for each method and number of workers; with
     the first model, in batches of one size."""
     rows = [row for row in rows if row["task"]["model"] == MODEL and row["batch"] is None]
+    rows = [row for row in rows if row["task"]["divided"] == DIVIDED]
     panels = sorted({(row["task"]["name"], row["task"]["optimizer"], row["back"]) for row in rows})
     figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
     every = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -279,18 +299,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH, help="samples of a worker's batch, 16 of them in a step")
     parser.add_argument("--step-ms", type=float, default=STEP_MS, help="of an emulated step, for each worker")
     parser.add_argument("--study", action="store_true", help="what the documentation shows, instead of a grid")
+    parser.add_argument("--local", action="store_true", help="batches of other sizes, rows divided in two ways")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     print("\n".join(describe()))
-    kept, cells = Cells(given.out), list(study(given.seeds, given.rows)) if given.study else grid(given)
+    grids = [cells for cells, asked in ((study, given.study), (local, given.local)) if asked]
+    kept, cells = Cells(given.out), [*itertools.chain.from_iterable(cells(given.seeds, given.rows) for cells in grids)]
+    cells = cells or grid(given)
     for cell in [] if given.report else cells:
         if kept.read(cell.name) is None:
             kept.write(cell.name, run(cell, given.out / "halves"))
             print(cell.name, file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
     print(result_table(rows))
-    if given.picture is not None:
+    if given.picture is not None and rows:
         picture(rows, given.picture)
 
 

@@ -87,6 +87,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         (*LEARNS, f"{CODE}models", f"{CODE}aggregation"),
         picture=True,
     ),
+    "tolerance": Experiment("delays.py", ("tolerance",), (*LEARNS, f"{CODE}aggregation")),
+    "beginning": Experiment("delays.py", ("beginning",), (*LEARNS, f"{CODE}aggregation")),
     "stragglers": Experiment("stragglers.py", depends=(f"{CODE}aggregation", f"{CODE}training"), picture=True),
     "compression": Experiment("compression.py", ("quality",), (*LEARNS, *THRESHOLDS), picture=True),
     "chaos": Experiment(

@@ -1,16 +1,21 @@
 """Speed and sync gap of the replica methods against the number of trainers, where the dense servers' network is short.
 
-    python benchmarks/scaling.py --out FOLDER [--trainers 1 2 4 8 16] [--picture scaling.png]
+    python benchmarks/scaling.py --out FOLDER [--trainers 1 5 10 15 20] [--rate 6mbit] [--picture scaling.png]
     python benchmarks/scaling.py --out FOLDER --report      prints the table of what has been run so far
 
 Every trainer is emulated: it computes a small batch, then waits until its step has lasted as long as on the machine it
-stands for, so that sixteen of them fit on two cores. Servers and network are real: each dense server has a host of its
-own in the testbed, behind a link of `--rate`, and each trainer has as much of its host's link. A finished run is a
-line of FOLDER/runs.jsonl; started again, the script goes on where it stopped. Root rights are needed.
+stands for, so that twenty of them fit on two cores. Servers and network are real: each dense server has a host of its
+own in the testbed behind a link of `--rate`; links of trainers are not short. Averages (MA, BMUF) need no server: there
+each trainer has `--rate` of its host's link, those of a host average in its memory, and hosts with each other. A
+finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped. Root rights are needed.
 
-The law (the project's own arithmetic), `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of
-`T` seconds: every-k EASGD saturates at `n = P·b·k·T / |w|` trainers; background EASGD stays linear, and its gap is
-`n·|w| / (P·b·T)` iterations, at least 1.
+The law (the project's own arithmetic): `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of `T`
+seconds. An exchange carries `|w| / P` to each server and as much back, `S = |w| / (P b)` seconds each way. `n` trainers
+that exchange every `k` iterations make `min(n / (k T + 2 S), 1 / S)` exchanges a second: linear up to
+`n = (k T + 2 S) / S`, and no more than `1 / S` from there on. With queues: what mean value analysis (Reiser and
+Lavenberg 1980) gives for a closed network of two links that trainers share evenly and `k T` of thinking, where some
+wait before the links are full. In the background there is no thinking, all train on, and the gap is `(n + 1) S / T`
+iterations.
 """
 
 import argparse
@@ -44,7 +49,14 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "background MA": ("sync.method=ma", "sync.schedule=background", BACK_TO_BACK),
     "background BMUF": ("sync.method=bmuf", "sync.schedule=background", BACK_TO_BACK),
 }
-FOREGROUND_K = {"EASGD every 5": 5, "EASGD every 30": 30}
+K: Mapping[str, int] = {"background EASGD": 0, "EASGD every 5": 5, "EASGD every 30": 30}
+"""Iterations between two exchanges that nobody waits for, of methods that the law covers."""
+COUNTS: Mapping[str, Sequence[int]] = {
+    "EASGD every 30": (1, 20),
+    "background MA": (1, 5, 20),
+    "background BMUF": (1, 20),
+}
+"""Of trainers, for methods that are not run with every number."""
 TASK = (
     *(
         "data.name=synthetic",
@@ -59,13 +71,16 @@ TASK = (
         "train.warmup_samples=0",
         "train.workers=1",
         "embedding.servers=1",
+        "model.embedding_dim=2",  # rows cross the link of a dense server
     ),
     *("report.html=false", "report.tensorboard=false", "report.every_s=0.5"),
 )
 BATCH = 64
 TRAINER_HOSTS = 4
 USABLE = 0.95  # of a link's rate, for what TCP carries
-MORE_SERVERS_FOR = "EASGD every 5"
+MORE_SERVERS_FOR = ("EASGD every 5", "background EASGD")
+SHORTER = {"EASGD every 5": 3}
+"""By what the steps of a run are divided, where each takes longer."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class Emulated:
     Attributes:
         rate: of a dense server's link, and of each trainer's.
         step_ms: how long a trainer's step lasts.
-        steps: of each trainer.
+        steps: of each trainer at most.
     """
 
     rate: str
@@ -98,10 +113,10 @@ class Emulated:
 
 
 def grid(trainers: Sequence[int], servers: Sequence[int]) -> Iterator[list[Cell]]:
-    """All runs, those that share a testbed together; only one method is run on more servers than the first."""
+    """All runs, those that share a testbed together; not every method is run on more servers than the first."""
     for place, count in itertools.product(range(len(servers)), trainers):
-        methods = METHODS if place == 0 else [MORE_SERVERS_FOR]
-        yield [Cell(count, servers[place], method) for method in methods]
+        methods = METHODS if place == 0 else MORE_SERVERS_FOR
+        yield [Cell(count, servers[place], method) for method in methods if count in COUNTS.get(method, trainers)]
 
 
 def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]:
@@ -117,12 +132,17 @@ def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]
     return [RayNode(cpus=0), *servers, *trainer_hosts], [0, *([1] * dense_servers), *each]
 
 
+def steps_of(cell: Cell, emulated: Emulated) -> int:
+    """Of each trainer."""
+    return emulated.steps // SHORTER.get(cell.method, 1)
+
+
 def overrides(cell: Cell, emulated: Emulated) -> list[str]:
     """Of a run."""
     return [
         *TASK,
         *METHODS[cell.method],
-        f"data.rows={cell.trainers * emulated.steps * BATCH}",
+        f"data.rows={cell.trainers * steps_of(cell, emulated) * BATCH}",
         f"train.trainers={cell.trainers}",
         f"train.batch_size={BATCH}",
         f"train.emulate_step_ms={emulated.step_ms:g}",
@@ -138,11 +158,12 @@ def run_group(cells: Sequence[Cell], emulated: Emulated, kept: Cells, extra: Seq
         return
     nodes, links = layout(cells[0].trainers, cells[0].dense_servers)
     with Testbed(hosts=len(nodes), rate=None) as testbed:
-        for host, multiple in enumerate(links):
-            bits = bits_per_second(emulated.rate) * multiple
-            testbed.rate(host, f"{bits / 1e3:.0f}kbit" if multiple else None)
         start_ray(testbed, nodes)
         for cell in missing:
+            short = range(1, 1 + cell.dense_servers) if cell.method in K else range(1 + cell.dense_servers, len(nodes))
+            for host, multiple in enumerate(links):
+                bits = bits_per_second(emulated.rate) * multiple
+                testbed.rate(host, f"{bits / 1e3:.0f}kbit" if host in short else None)
             kept.write(cell.name, run(testbed, cell, emulated, extra))
             print(cell, "done", file=sys.stderr, flush=True)
 
@@ -193,24 +214,44 @@ def dense_bytes() -> int:
     return 4 * sum(parameter.numel() for parameter in module.parameters())
 
 
-def saturation(row: Mapping[str, Any], k: int) -> float:
-    """The number of trainers at which every-k EASGD saturates, by the law."""
+def exchange_s(row: Mapping[str, Any]) -> float:
+    """`S`, of one exchange one way where nobody else is on the links."""
     usable = USABLE * bits_per_second(row["rate"]) / 8
-    return float(row["dense_servers"] * usable * k * row["step_ms"] / 1e3 / row["dense_bytes"])
+    return float(row["dense_bytes"] / (row["dense_servers"] * usable))
+
+
+def thinking_s(row: Mapping[str, Any]) -> float:
+    """Of a trainer from one exchange to the next."""
+    return float(K[row["method"]] * row["step_ms"] / 1e3)
+
+
+def exchanges(row: Mapping[str, Any], trainers: int, queues: bool) -> float:
+    """A second, of so many trainers, by the law."""
+    once, thinking = exchange_s(row), thinking_s(row)
+    if not queues:
+        return min(trainers / (thinking + 2 * once), 1 / once)
+    waiting, rate = 0.0, 0.0
+    for count in range(1, trainers + 1):
+        each = once * (1 + waiting)  # who comes finds at each of the two links what one trainer less would leave there
+        rate = count / (thinking + 2 * each)
+        waiting = rate * each
+    return rate
 
 
 def predicted_gap(row: Mapping[str, Any]) -> float | None:
     """Iterations between two syncs, by the law; None for methods that it does not cover."""
-    if row["method"] in FOREGROUND_K:
-        return float(FOREGROUND_K[row["method"]])
-    return max(1.0, int(row["trainers"]) / saturation(row, 1)) if row["method"] == "background EASGD" else None
+    if row["method"] not in K:
+        return None
+    between = row["trainers"] / exchanges(row, row["trainers"], queues=True) * 1e3 / row["step_ms"]
+    return float(K[row["method"]]) or max(1.0, between)
 
 
-def predicted_share(row: Mapping[str, Any]) -> float | None:
+def predicted_share(row: Mapping[str, Any], queues: bool) -> float | None:
     """Of linear speed, by the law; None for methods that it does not cover."""
-    if row["method"] in FOREGROUND_K:
-        return min(1.0, saturation(row, FOREGROUND_K[row["method"]]) / int(row["trainers"]))
-    return 1.0 if row["method"] == "background EASGD" else None
+    if row["method"] not in K:
+        return None
+    single = exchanges(row, 1, queues)
+    return exchanges(row, row["trainers"], queues) / (row["trainers"] * single) if K[row["method"]] else 1.0
 
 
 def linear(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float | None:
@@ -230,13 +271,14 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         (
             row["method"],
-            *(row["dense_servers"], row["trainers"], f"{row['eps']:,.0f}"),
-            *(_share(linear(rows, row)), _share(predicted_share(row))),
+            *(row["dense_servers"] if row["method"] in K else "-", row["trainers"], f"{row['eps']:,.0f}"),
+            *(_share(linear(rows, row)), *(_share(predicted_share(row, queues)) for queues in (False, True))),
             *(_number(row["gap"]), _number(predicted_gap(row)), _number(row["auc"], 4), f"{row['load']:.1f}"),
         )
         for row in ordered
     ]
-    head = ["emulated", "servers", "trainers", "examples/s", "of linear", "law", "gap", "law", "AUC", "load"]
+    head = ["emulated", "servers", "trainers", "examples/s", "of linear", "law", "with queues"]
+    head += ["gap", "law", "AUC", "load"]
     return table(head, lines)
 
 
@@ -259,8 +301,9 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         speed.plot([r["trainers"] for r in line], [r["eps"] for r in line], **style)
         gaps = [r for r in line if r["gap"] is not None]
         gap.plot([r["trainers"] for r in gaps], [r["gap"] for r in gaps], **style)
-        if method == MORE_SERVERS_FOR:
-            speed.axvline(saturation(line[0], FOREGROUND_K[method]), color=f"C{place}", linestyle=":", lw=1)
+        if K.get(method) == K["EASGD every 5"]:
+            fills = thinking_s(line[0]) / exchange_s(line[0]) + 2
+            speed.axvline(fills, color=f"C{place}", linestyle=":", lw=1)
     single = [row["eps"] for row in rows if row["trainers"] == 1]
     if single:
         speed.plot(counts, [max(single) * count for count in counts], color="0.6", linestyle="--", label="linear")
@@ -284,13 +327,13 @@ def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--trainers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--trainers", type=int, nargs="+", default=[1, 5, 10, 15, 20])
     parser.add_argument(
         "--servers", type=int, nargs="+", default=[2, 4], help="dense servers; all methods on the first"
     )
-    parser.add_argument("--rate", default="60mbit", help="of each dense server's link and each trainer's")
-    parser.add_argument("--step-ms", type=float, default=100.0, help="of an emulated step")
-    parser.add_argument("--steps", type=int, default=120, help="of each trainer")
+    parser.add_argument("--rate", default="6mbit", help="of each dense server's link; of averages, each trainer's")
+    parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step")
+    parser.add_argument("--steps", type=int, default=180, help="of each trainer; a third where it exchanges every 5")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("overrides", nargs="*", help="of every run")

@@ -119,8 +119,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "scaling": Experiment(
         "scaling.py",
-        (*("--trainers", "1", "5", "10", "15", "20", "--rate", "6mbit"), *("--step-ms", "1000", "--steps", "60")),
-        (f"{CODE}sync/easgd.py", f"{CODE}sync/dense.py", f"{CODE}sync/background.py", f"{CODE}sync/every_k.py"),
+        depends=(*AVERAGES, *ELASTIC, f"{CODE}sync/dense.py", f"{CODE}sync/averaging.py", f"{CODE}rpc"),
         root=True,
         picture=True,
     ),

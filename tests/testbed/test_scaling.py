@@ -20,12 +20,12 @@ def row(method: str, trainers: int, **changes: Any) -> dict[str, Any]:
     return {**plain, "dense_bytes": 1_187_500, "eps": 640.0, "gap": 5.0, "auc": 0.8, "load": 1.0, **changes}
 
 
-def test_every_method_runs_on_the_first_number_of_servers_and_one_on_the_others() -> None:
-    groups = list(scaling.grid([1, 4], [2, 4]))
-    assert [len(cells) for cells in groups] == [5, 5, 1, 1]
+def test_every_method_runs_on_the_first_number_of_servers_and_some_on_the_others() -> None:
+    groups = list(scaling.grid([1, 10], [2, 4]))
+    assert [len(cells) for cells in groups] == [5, 2, 2, 2]
     assert all(len({(cell.trainers, cell.dense_servers) for cell in cells}) == 1 for cells in groups)
-    assert groups[-1] == [Cell(4, 4, "EASGD every 5")]
-    assert len({cell.name for cells in groups for cell in cells}) == 12
+    assert groups[-1] == [Cell(10, 4, "EASGD every 5"), Cell(10, 4, "background EASGD")]
+    assert len({cell.name for cells in groups for cell in cells}) == 11
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 4, 6, 16])
@@ -41,31 +41,40 @@ def test_each_trainer_has_a_place_and_as_much_of_a_link_as_a_server(trainers: in
 
 
 def test_the_dense_part_is_weighed() -> None:
-    bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 16 + 16
-    top = (3 + 16) * 512 + 512 + 512 * 256 + 256 + 256 + 1
+    bottom = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 64 + 64 + 64 * 2 + 2
+    top = (3 + 2) * 512 + 512 + 512 * 256 + 256 + 256 + 1
     assert scaling.dense_bytes() == 4 * (bottom + top)
 
 
 def test_the_configuration_of_every_run_is_accepted() -> None:
-    for cells in scaling.grid([2], [2, 4]):
+    for cells in scaling.grid([20], [2, 4]):
         for cell in cells:
             config = load(None, ["cluster.runtime=ray", *scaling.overrides(cell, EMULATED)])
             choices = choose_all(config, own_model=False)
             assert config.cluster.dense_servers == (cell.dense_servers if choices.method.centralised else 1)
-            assert config.train.trainers == 2
+            assert config.train.trainers == 20
 
 
 def test_the_law() -> None:
-    # 2 servers of 7.125 MB/s take in 12 dense parts of 1.1875 MB a second; every 5th step of 100 ms is 2 a trainer
-    assert scaling.saturation(row("EASGD every 5", 1), 5) == pytest.approx(6.0)
-    assert scaling.saturation(row("EASGD every 5", 1, dense_servers=4), 5) == pytest.approx(12.0)
-    assert scaling.predicted_share(row("EASGD every 5", 12)) == pytest.approx(0.5)
-    assert scaling.predicted_share(row("EASGD every 5", 4)) == 1.0
-    assert scaling.predicted_share(row("background EASGD", 16)) == 1.0
-    assert scaling.predicted_gap(row("background EASGD", 12)) == pytest.approx(10.0)
-    assert scaling.predicted_gap(row("background EASGD", 1)) == 1.0
+    # 2 servers of 7.125 MB/s take in 12 dense parts of 1.1875 MB a second; one there and back takes 1/6 s, and a
+    # trainer comes every 0.5 s + 1/6 s, that is 1.5 times a second
+    every_5, background = row("EASGD every 5", 16), row("background EASGD", 11)
+    assert scaling.exchange_s(every_5) == pytest.approx(1 / 12)
+    assert scaling.exchange_s({**every_5, "dense_servers": 4}) == pytest.approx(1 / 24)
+    assert scaling.predicted_share(every_5, queues=False) == pytest.approx(12 / (16 * 1.5))
+    assert scaling.predicted_share(row("EASGD every 5", 8), queues=False) == pytest.approx(1.0)
+    assert scaling.predicted_share(row("EASGD every 5", 16, dense_servers=4), queues=False) == pytest.approx(14 / 16)
+    # of two, each finds the other at a link for an eighth of the time: 1/12 s become 9/96
+    two = 2 / (0.5 + 2 * 9 / 96)
+    assert scaling.exchanges(row("EASGD every 5", 2), 2, queues=True) == pytest.approx(two)
+    assert scaling.predicted_share(row("EASGD every 5", 2), queues=True) == pytest.approx(two / 3)
+    assert scaling.predicted_share(row("EASGD every 5", 500), queues=True) == pytest.approx(12 / (500 * 1.5), rel=0.001)
+    assert scaling.predicted_gap(every_5) == 5.0
+    assert scaling.predicted_share(background, queues=True) == 1.0
+    assert scaling.predicted_gap(background) == pytest.approx(12 / 12 / 0.1)
+    assert scaling.predicted_gap(row("background EASGD", 1, step_ms=1000.0)) == 1.0
     assert scaling.predicted_gap(row("background MA", 8)) is None
-    assert scaling.predicted_share(row("background MA", 8)) is None
+    assert scaling.predicted_share(row("background MA", 8), queues=True) is None
 
 
 def test_the_rate_is_that_of_the_middle_of_the_run() -> None:
@@ -87,6 +96,6 @@ def test_the_table_and_the_picture_are_made_from_the_files(
     monkeypatch.setattr(sys, "argv", ["s", "--out", str(tmp_path / "cells"), "--report", "--picture", str(picture)])
     scaling.main()
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["EASGD", "every", "5", "2", "16", "3,840", "38%", "38%", "5.0", "5.0", "0.8000", "1.0"] in said
-    assert ["background", "MA", "2", "2", "640", "-", "-", "-", "-", "0.8000", "1.0"] in said
+    assert ["EASGD", "every", "5", "2", "16", "3,840", "38%", "50%", "45%", "5.0", "5.0", "0.8000", "1.0"] in said
+    assert ["background", "MA", "-", "2", "640", "-", "-", "-", "-", "-", "0.8000", "1.0"] in said
     assert picture.read_bytes().startswith(b"\x89PNG")

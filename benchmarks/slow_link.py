@@ -1,15 +1,20 @@
 """One trainer among many behind a link ten times slower: what it costs the others, averaged together or in groups.
 
-    python benchmarks/slow_link.py --out FOLDER [--trainers 16] [--rate 60mbit] [--slower 10] [--step-ms 1000] …
+    python benchmarks/slow_link.py --out FOLDER [--trainers 16] [--rate 60mbit] [--slower 10] [--seeds 3] …
     … --report      prints the table of what has been run so far
 
 Trainers are emulated and links real, as in `scaling.py`: trainers on hosts with as much link for each as `--rate`, and
 the last trainer on a host of its own, whose link is as fast or that many times slower. Averages cross among trainers,
-the elastic exchange goes through a dense server. A finished run is a line of FOLDER/runs.jsonl; started again, the
-script goes on where it stopped. Root rights are needed.
+the elastic exchange goes through a dense server. MA averages trainers of a host in its memory first, DS-Sync's groups
+are of trainers wherever they are. Gaps are means over trainers; under the elastic exchange that of the slow one alone
+grows, which a mean over sixteen hides. What is left of the figures with even links is paired by seed, with an interval
+of 95 % (Student's t). A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it
+stopped. Root rights are needed.
 """
 
 import argparse
+import itertools
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,7 +25,7 @@ from shadowsync.report.files import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
-from machine import commit, table
+from machine import commit, table, with_interval
 from namespaces import bits_per_second
 from scaling import BACK_TO_BACK, BATCH, TASK, layout, steady_rate
 from testbed import RayNode, Testbed
@@ -35,12 +40,13 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def run(testbed: Testbed, method: str, given: argparse.Namespace) -> dict[str, Any]:
+def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One run's figures."""
     overrides = [
         *(*TASK, *METHODS[method], f"data.rows={given.trainers * given.steps * BATCH}"),
         *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
         *("cluster.dense_servers=1", "cluster.trainer_resource=trainer", "cluster.server_resource=server"),
+        f"train.seed={seed}",
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -56,9 +62,9 @@ def run(testbed: Testbed, method: str, given: argparse.Namespace) -> dict[str, A
 
 
 def run_all(given: argparse.Namespace, kept: Cells) -> None:
-    """What is missing, on one testbed for each speed of the link."""
-    for slower in (1.0, given.slower):
-        missing = [method for method in METHODS if kept.read(name_of(method, slower)) is None]
+    """What is missing, seed by seed, on one testbed for each speed of the link."""
+    for seed, slower in itertools.product(range(given.seeds), (1.0, given.slower)):
+        missing = [method for method in METHODS if kept.read(name_of(method, slower, seed)) is None]
         if not missing:
             continue
         nodes, links = layout(given.trainers - 1, dense_servers=1)
@@ -69,27 +75,33 @@ def run_all(given: argparse.Namespace, kept: Cells) -> None:
                 testbed.rate(host, f"{kilobits:.0f}kbit" if multiple else None)
             start_ray(testbed, nodes)
             for method in missing:
-                row = {"method": method, "slower": slower, **run(testbed, method, given)}
-                kept.write(name_of(method, slower), row)
+                row = {"method": method, "slower": slower, "seed": seed, **run(testbed, method, seed, given)}
+                kept.write(name_of(method, slower, seed), row)
                 print(row, file=sys.stderr, flush=True)
 
 
-def name_of(method: str, slower: float) -> str:
+def name_of(method: str, slower: float, seed: int) -> str:
     """Of a run."""
-    return f"{method}, link {slower:g} times slower"
+    return f"{method}, link {slower:g} times slower, seed {seed}"
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each method and link, and what is left of the figures with even links."""
-    even = {row["method"]: row for row in rows if row["slower"] == 1}
+    found: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["slower"]), {})[row["seed"]] = row
     lines = []
-    for row in sorted(rows, key=lambda row: (list(METHODS).index(row["method"]), row["slower"])):
-        base = even.get(row["method"])
-        of_even = ["-", "-"] if base is None else [f"{row[key] / base[key]:.2f}" for key in ("eps", "gap")]
-        speed, gap = (f"{row['eps']:,.0f}", of_even[0]), (f"{row['gap']:.1f}", of_even[1])
-        link = "even" if row["slower"] == 1 else f"1/{row['slower']:g}"
-        lines.append((row["method"], link, *speed, *gap, f"{row['auc']:.4f}", f"{row['load']:.1f}"))
-    return table(["method", "one link", "examples/s", "of even", "sync gap", "of even", "AUC", "load"], lines)
+    for method, slower in sorted(found, key=lambda way: (list(METHODS).index(way[0]), way[1])):
+        runs, even = found[method, slower], found.get((method, 1.0), {})
+        both = sorted(runs.keys() & even.keys())
+        left = {key: [runs[seed][key] / even[seed][key] for seed in both] for key in ("eps", "gap")}
+        of_even = {key: with_interval(ratios, digits=2) if ratios else "-" for key, ratios in left.items()}
+        mean = {key: statistics.fmean(row[key] for row in runs.values()) for key in ("eps", "gap", "load")}
+        link = "even" if slower == 1 else f"1/{slower:g}"
+        speed, gap = (f"{mean['eps']:,.0f}", of_even["eps"]), (f"{mean['gap']:.1f}", of_even["gap"])
+        auc = with_interval([row["auc"] for row in runs.values()])
+        lines.append((method, link, len(runs), *speed, *gap, auc, f"{mean['load']:.1f}"))
+    return table(["method", "one link", "seeds", "examples/s", "of even", "sync gap", "of even", "AUC", "load"], lines)
 
 
 def main() -> None:
@@ -99,6 +111,7 @@ def main() -> None:
     parser.add_argument("--rate", default="60mbit", help="of each trainer's link")
     parser.add_argument("--slower", type=float, default=10.0)
     parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="of each trainer")
     run_and_report(parser, run_all, report)
 

@@ -23,12 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, start_ray, train_command
 from failures import KINDS, Chaos, Failure, RunFiles, schedules
-from machine import describe, table
+from machine import describe, table, with_interval
 from testbed import RayNode, Testbed
 
 HOSTS, EPOCHS = 3, 2
@@ -140,23 +141,37 @@ def verdict(row: Mapping[str, Any], auc: float | None) -> str | None:
 def kinds_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """What each kind of failure cost, in seconds: medians, and the longest."""
     struck = [failure for row in rows for failure in row["struck"]]
-    lines = []
+    lines, lost = [], lost_seconds(rows)
     for kind in KINDS:
         found = [failure for failure in struck if failure["kind"] == kind]
         times = [[f[name] for f in found if f[name] is not None] for name in ("noticed_s", "back_s")]
         cells = [f"{statistics.median(of):.1f} ({max(of):.1f})" if of else "-" for of in times]
-        lost = lost_seconds(rows, kind)
-        lines.append((kind, len(found), *cells, "-" if lost is None else f"{lost:.1f}"))
+        lines.append((kind, len(found), *cells, f"{lost[kind]:.1f}" if kind in lost else "-"))
     return table(["failure", "times", "noticed after s", "back after s", "lost s"], lines)
 
 
-def lost_seconds(rows: Sequence[Mapping[str, Any]], kind: str) -> float | None:
-    """Mean of what runs with this kind of failure took longer than an undisturbed one, shared among their failures."""
+def lost_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a failure of each kind makes a run longer by than an undisturbed one: the numbers that fit best (least
+    squares), as runs have several."""
     clean = [row["wall_s"] for row in _clean(rows)]
-    mine = [row for row in rows if "error" not in row and kind in {struck["kind"] for struck in row["struck"]}]
+    mine = [row for row in rows if "error" not in row and row["struck"]]
+    kinds = [kind for kind in KINDS if any(kind == struck["kind"] for row in mine for struck in row["struck"])]
     if not clean or not mine:
-        return None
-    return statistics.fmean((row["wall_s"] - statistics.median(clean)) / len(row["struck"]) for row in mine)
+        return {}
+    times = [[sum(struck["kind"] == kind for struck in row["struck"]) for kind in kinds] for row in mine]
+    longer = [row["wall_s"] - statistics.median(clean) for row in mine]
+    fitted = np.linalg.lstsq(np.array(times, float), np.array(longer))[0]
+    return dict(zip(kinds, fitted.tolist(), strict=True))
+
+
+def against_undisturbed(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How far the AUC of the disturbed runs is from that of the others, with an interval of 95 % (Student's t)."""
+    clean = [row["auc"] for row in _clean(rows)]
+    gains = [row["auc"] - statistics.fmean(clean) for row in rows if clean and "error" not in row and row["failures"]]
+    if not gains:
+        return "no disturbed run beside an undisturbed one"
+    others = f"the mean of {len(clean)} others ({min(clean):.4f} to {max(clean):.4f})"
+    return f"AUC of {len(gains)} disturbed runs to {others}: {with_interval(gains, signed=True)}"
 
 
 def _clean(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -198,7 +213,7 @@ def main() -> None:
     if not arguments.report:
         run_all(arguments, kept)
     rows = kept.all()
-    print("\n".join(describe()), runs_table(rows), kinds_table(rows), sep="\n\n")
+    print("\n".join(describe()), runs_table(rows), against_undisturbed(rows), kinds_table(rows), sep="\n\n")
     if arguments.picture is not None:
         picture(rows, arguments.picture)
 

@@ -8,9 +8,11 @@ alone at several shares; and choosing elements over 1,000 steps with one exact s
 step. Jobs alternate, medians are shown, GB/s count the bytes of the float32 tensor.
 
 `quality` prints AUC and NE of the test set over how many times fewer bytes crossed than without codecs, ids and masks
-included, for the dense gradients of `gba` and for the embedding cut. Top-k is thresholding with an exact choice in each
-message. DCT is thresholding as published: the threshold is frozen, so that the share drifts from the one asked, and
-values are in fp32.
+included, for the dense gradients of `gba`, for the embedding cut, for both at once (`hybrid`), and for a cut behind a
+wide layer of a model. Top-k is thresholding with an exact choice in each message. DCT is thresholding as published: the
+threshold is frozen for 100 messages, so that the share drifts from the one asked, and values are in fp32; ours corrects
+it after each, and what int8 and int4 add stands beside it. `plain again` is a second run without a codec: its distance
+is chance.
 """
 
 import argparse

@@ -29,17 +29,23 @@ from emulated import SYNTHETIC, train
 from machine import describe, table, with_interval
 
 TASKS: Mapping[str, tuple[str, ...]] = {
-    "demo": (),
-    "synthetic": SYNTHETIC,
+    "demo": ("data.rows=655360",),
+    "synthetic": (*SYNTHETIC, "data.rows=655360"),
 }
 JOB = ("aggregation.method=gba", "aggregation.global_batch=1024", "train.workers=2", "train.batch_size=512")
 WIDE = 512
 """Units of the layer behind which the wide cut is."""
-KINDS: Mapping[str, tuple[str, ...]] = {"dense": ("dense",), "cut": ("pull", "push"), "wide": ("wide",)}
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "dense": ("dense",),
+    "cut": ("pull", "push"),
+    "wide": ("wide",),
+    "hybrid": ("dense", "pull", "push"),
+    "both": ("dense", "pull", "push"),
+}
 """What crosses by the part that a setting changes."""
-KEPT = (0.25, 0.04, 0.018, 0.009)
-"""Shares whose messages, with int8 values, are about 10, 50, 100 and 200 times shorter."""
-PUBLISHED: Mapping[str, object] = {"correction": 0, "band": 1e9}
+KEPT = (0.04, 0.009, 0.003, 0.001)
+"""Shares whose messages, with int8 values, are about 50, 200, 600 and 2,000 times shorter."""
+PUBLISHED: Mapping[str, object] = {"correction": 0, "band": 1e9, "refresh": 100}
 """DCT as published: τ stays as it was chosen for `refresh` messages, and values cross in fp32. What is not sent of the
 dense part is sent later, and lost at a cut."""
 TICKS = (2, 5, 10, 20, 50, 100, 200)
@@ -97,45 +103,70 @@ def wide_model(config: Config, tally: Tally, options: Sequence[str]) -> WideMode
     return WideModel(len(schema.dense), dims, tally, given)
 
 
-def settings() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """What is changed, the name of the setting, and its overrides; for the wide cut the options of `CompressedCut`."""
+Setting = tuple[str, str, tuple[str, ...]]
+"""Whose traffic is changed, the name of the setting, and its overrides; for the wide cut options of `CompressedCut`."""
+
+
+def settings() -> Iterator[Setting]:
+    """All of them, without a codec first; once more without one, which says what is chance."""
     yield "both", "plain", ()
+    yield "both", "plain again", ()
     yield "wide", "plain", ()
-    for name in ("bf16", "int8", "int4"):
+    yield from _of_dense()
+    yield from _of_cut()
+    for name in ("int8", "int4"):
         yield "wide", name, (f"codec={name}",)
-    for keep in (0.2, 0.1, 0.05, 0.025):
-        kept = ("codec=threshold", f"keep={keep}", "values=int8")
-        yield "wide", f"threshold {keep:g}", kept
-        yield "wide", f"top-k {keep:g}", (*kept, "refresh=1")
-        published = (f"{option}={value}" for option, value in PUBLISHED.items())
-        yield "wide", f"DCT {keep:g}", ("codec=threshold", f"keep={keep}", *published)
-    for name in ("bf16", "int8", "int4"):
+    for keep in (0.1, 0.05):
+        yield "wide", f"DCT {keep:g}", _options(keep, PUBLISHED)
+        yield "wide", f"threshold {keep:g}, int8", _options(keep, {"values": "int8"})
+    yield "wide", "top-k 0.05, int8", _options(0.05, {"values": "int8", "refresh": 1})
+    published = codec("dense", "threshold", keep=0.009, **PUBLISHED), codec("pull", "threshold", keep=0.2, **PUBLISHED)
+    yield "hybrid", "DCT 0.009 and 0.2", (*published[0], *published[1])
+    ours = codec("dense", "threshold", keep=0.009, values="int8"), _half_back(64, 0.5)
+    yield "hybrid", "threshold 0.009, int8, and unique, int4 by 64, threshold 0.5 back", (*ours[0], *ours[1])
+
+
+def _options(keep: float, given: Mapping[str, object]) -> tuple[str, ...]:
+    return ("codec=threshold", f"keep={keep}", *(f"{option}={value}" for option, value in given.items()))
+
+
+def _of_dense() -> Iterator[Setting]:
+    for name in ("int8", "int4"):
         yield "dense", name, codec("dense", name)
-        yield "cut", name, both(name)
     for keep in KEPT:
-        yield "dense", f"threshold {keep:g}", codec("dense", "threshold", keep=keep, values="int8")
-        yield "dense", f"top-k {keep:g}", codec("dense", "threshold", keep=keep, values="int8", refresh=1)
-    for keep in (*KEPT, 0.003, 0.001):
         yield "dense", f"DCT {keep:g}", codec("dense", "threshold", keep=keep, **PUBLISHED)
+    for keep in KEPT[:2]:
+        for values in ("fp32", "int8", "int4"):
+            yield "dense", f"threshold {keep:g}, {values}", codec("dense", "threshold", keep=keep, values=values)
+    yield "dense", "top-k 0.009, int8", codec("dense", "threshold", keep=0.009, values="int8", refresh=1)
     yield "dense", "DCT 0.009, no feedback", codec("dense", "threshold", keep=0.009, feedback=False, **PUBLISHED)
-    for keep in (0.2, 0.1, 0.05, 0.025):
-        yield "cut", f"threshold {keep:g}", codec("pull", "threshold", keep=keep, values="int8")
-        yield "cut", f"top-k {keep:g}", codec("pull", "threshold", keep=keep, values="int8", refresh=1)
+    once = {**PUBLISHED, "refresh": 1000}
+    yield "dense", "DCT 0.009, chosen once", codec("dense", "threshold", keep=0.009, **once)
+
+
+def _of_cut() -> Iterator[Setting]:
+    for name in ("int8", "int4"):
+        yield "cut", name, both(name)
+    for keep in (0.2, 0.1, 0.05):
         yield "cut", f"DCT {keep:g}", codec("pull", "threshold", keep=keep, **PUBLISHED)
-    for keep in (0.3, 0.15):
-        sparse = (*codec("pull", "threshold", keep=keep, values="int8"), *codec("push", "int8"))
-        yield "cut", f"unique, threshold {keep:g}", (UNIQUE, *sparse)
-    low = codec("push", "int4", rounding="stochastic")
+        yield "cut", f"threshold {keep:g}, int8", codec("pull", "threshold", keep=keep, values="int8")
+    yield "cut", "top-k 0.1, int8", codec("pull", "threshold", keep=0.1, values="int8", refresh=1)
     yield "cut", "unique", (UNIQUE,)
     yield "cut", "unique, int8", (UNIQUE, *both("int8"))
-    yield "cut", "unique, int4", (UNIQUE, *codec("pull", "int4"), *low)
-    coarser = (*codec("pull", "int4", block=64), *codec("push", "int4", block=64, rounding="stochastic"))
-    yield "cut", "unique, int4 by 64", (UNIQUE, *coarser)
-    for block, keep in ((None, 0.25), (None, 0.1), (64, 0.5), (256, 0.5), (64, 0.1), (64, 0.05), (64, 0.025)):
+    for block in (None, 64):
         coarse = {} if block is None else {"block": block}
-        sparse = codec("push", "threshold", keep=keep, values="int4", rounding="stochastic")
-        name = f"unique, int4{'' if block is None else f' by {block}'}, threshold {keep:g} back"
-        yield "cut", name, (UNIQUE, *codec("pull", "int4", **coarse), *sparse)
+        low = (*codec("pull", "int4", **coarse), *codec("push", "int4", rounding="stochastic", **coarse))
+        yield "cut", f"unique, int4{'' if block is None else f' by {block}'}", (UNIQUE, *low)
+    sparse = (*codec("pull", "threshold", keep=0.15, values="int8"), *codec("push", "int8"))
+    yield "cut", "unique, threshold 0.15, int8", (UNIQUE, *sparse)
+    for keep in (0.5, 0.1):
+        yield "cut", f"unique, int4 by 64, threshold {keep:g} back", _half_back(64, keep)
+
+
+def _half_back(block: int, keep: float) -> tuple[str, ...]:
+    """Distinct rows in int4, their gradients thresholded."""
+    back = codec("push", "threshold", keep=keep, values="int4", rounding="stochastic")
+    return (UNIQUE, *codec("pull", "int4", block=block), *back)
 
 
 @dataclass(frozen=True)
@@ -144,7 +175,7 @@ class Cell:
 
     Attributes:
         task: what is trained.
-        part: whose traffic is compressed: `dense`, `cut`, `wide`, or none (`both`).
+        part: whose traffic is compressed: `dense`, `cut`, both of them (`hybrid`), `wide`, or none (`both`).
         setting: name of the codecs.
         overrides: that choose them; for `wide`, options of `CompressedCut`.
         seed: of the run.
@@ -225,6 +256,7 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """What AUC is lost over how many times fewer bytes: a row of panels for each task, a column for each part."""
     compared = against_plain(rows)
     tasks = list(dict.fromkeys(row["task"] for row in compared))
+    compared = [row for row in compared if row["part"] != "both"]
     parts = [part for part in KINDS if any(row["part"] == part for row in compared)]
     families = dict.fromkeys(family(row["setting"]) for row in compared)
     colours = dict(zip(families, matplotlib.colormaps["tab20"].colors, strict=False))
@@ -276,5 +308,5 @@ def quality(given: argparse.Namespace) -> None:
             print(cell.name, file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
     print(result_table(rows))
-    if given.picture is not None:
+    if given.picture is not None and against_plain(rows):
         picture(rows, given.picture)

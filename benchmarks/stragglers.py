@@ -2,6 +2,7 @@
 
     python benchmarks/stragglers.py --out FOLDER [--seeds 3] [--seconds 60] [--step-ms 100]
         [--methods sync gba …] [--picture out.png]
+    python benchmarks/stragglers.py --out FOLDER --study [--seeds 3]
     … --report      prints the tables of what has been run so far
 
 Eight emulated workers (`emulated`) train the demo for so many seconds. In a `busy` cluster a quarter of them is 3 to 10
@@ -9,7 +10,11 @@ times slower at a time, for a twelfth of the run on average: five seconds of a m
 cluster. In a `changing` one that is so in the second third of the run only, the rest is even. The examples/s are those
 of emulated machines; where all workers begin at once, as in synchronous rounds, they share the cores of this one, so
 short steps cost `sync` more than as many machines would. The test AUC beside them is that after these seconds, so a
-faster method has seen more.
+faster method has seen more. Speeds against others are paired by seed, with an interval of 95 % (Student's t).
+
+`--study` is what the documentation shows: every method in a busy cluster; `sync`, `async` and `gba` in an even one, so
+that one sees what the emulation itself costs `sync`; and `sync`, `gba` and `auto` in a changing one with batches of
+400 ms over 240 s, where that is little.
 
 A cell is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
@@ -19,7 +24,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +78,14 @@ class Cell:
             "report.every_s=0.1",
             *workers(WORKERS, self.step_ms, slow[self.cluster]),
         ]
+
+
+def study(seeds: int) -> Iterator[Cell]:
+    """Seed by seed."""
+    for seed in range(seeds):
+        yield from (Cell("busy", method, 60.0, 100.0, seed) for method in (*METHODS, "auto"))
+        yield from (Cell("even", method, 60.0, 100.0, seed) for method in ("sync", "async", "gba"))
+        yield from (Cell("changing", method, 240.0, 400.0, seed) for method in ("sync", "gba", "auto"))
 
 
 def run(cell: Cell) -> dict[str, Any]:
@@ -197,6 +210,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=100.0, help="short ones make real work on few cores visible")
     parser.add_argument("--methods", nargs="+", choices=(*METHODS, "auto"), default=[*METHODS, "auto"])
     parser.add_argument("--clusters", nargs="+", choices=CLUSTERS, default=["busy", "changing"])
+    parser.add_argument("--study", action="store_true", help="what the documentation shows, instead of a grid")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
@@ -204,14 +218,15 @@ def main() -> None:
     kept = Cells(given.out)
     order = itertools.product(range(given.seeds), given.clusters, given.methods)
     cells = [Cell(cluster, method, given.seconds, given.step_ms, seed) for seed, cluster, method in order]
+    cells = list(study(given.seeds)) if given.study else cells
     for cell in [] if given.report else cells:
         if kept.read(cell.name) is None:
             kept.write(cell.name, run(cell))
             print(cell.name, file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
-    for cluster in given.clusters:
+    for cluster in dict.fromkeys(row["cluster"] for row in rows):
         print(f"\n{result_table(rows, cluster)}")
-    if given.picture is not None:
+    if given.picture is not None and rows:
         picture(rows, given.picture)
 
 

@@ -89,11 +89,19 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     ),
     "tolerance": Experiment("delays.py", ("tolerance",), (*LEARNS, f"{CODE}aggregation")),
     "beginning": Experiment("delays.py", ("beginning",), (*LEARNS, f"{CODE}aggregation")),
-    "stragglers": Experiment("stragglers.py", depends=(f"{CODE}aggregation", f"{CODE}training"), picture=True),
-    "compression": Experiment("compression.py", ("quality",), (*LEARNS, *THRESHOLDS), picture=True),
+    "stragglers": Experiment("stragglers.py", ("--study",), (f"{CODE}aggregation", f"{CODE}training"), picture=True),
+    "compression": Experiment(
+        "compression.py",
+        ("quality",),
+        (*LEARNS, *THRESHOLDS, f"{CODE}aggregation", f"{CODE}embedding/requests.py"),
+        picture=True,
+    ),
     "chaos": Experiment(
         "chaos.py",
-        depends=(f"{CODE}cluster", f"{CODE}recovery", f"{CODE}rpc", f"{CODE}sync/averaging.py"),
+        depends=(
+            *(f"{CODE}{part}" for part in ("cluster", "recovery", "checkpoint", "rpc", "runtime")),
+            *(f"{CODE}data/leases.py", f"{CODE}sync/averaging.py"),
+        ),
         root=True,
         picture=True,
     ),

@@ -179,6 +179,18 @@ def test_the_tables_and_the_picture_are_made_from_the_files(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_a_failure_costs_is_told_apart_where_runs_have_two() -> None:
+    def struck(wall_s: float, *kinds: str) -> dict[str, Any]:
+        return row(f"run-{'-'.join(kinds)}", wall_s=wall_s, struck=[{"kind": kind} for kind in kinds])
+
+    rows = [row("undisturbed-00"), struck(22.0, "trainer", "trainer"), struck(51.0, "host", "trainer")]
+    assert chaos.lost_seconds(rows) == pytest.approx({"trainer": 1.0, "host": 30.0})
+    assert chaos.lost_seconds(rows[1:]) == {}
+    rows = [row("undisturbed-00"), row("run-00", auc=0.9395), row("run-01", auc=0.9393)]
+    assert chaos.against_undisturbed(rows).endswith("others (0.9400 to 0.9400): -0.0006 ±0.0013")
+    assert "no disturbed run" in chaos.against_undisturbed(rows[:1])
+
+
 def test_a_run_that_hangs_is_ended(pair: Testbed, tmp_path: Path) -> None:
     process = pair.run(0, ["sleep", "600"], stdout=subprocess.DEVNULL)
     Chaos(pair, RunFiles(tmp_path), lambda host: None).watch(process, [], 1.0, limit_s=0.2)

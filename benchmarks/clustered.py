@@ -16,6 +16,7 @@ from machine import describe
 from namespaces import TestbedError
 from testbed import RayNode, Testbed
 
+_FROZEN = ("correction=0", "band=1e9", "refresh=100")
 _INT4 = ("compression.pull=int4", "compression.push.name=int4", "compression.push.rounding=stochastic")
 WIRES: Mapping[str, tuple[str, ...]] = {
     "plain": (),
@@ -23,9 +24,17 @@ WIRES: Mapping[str, tuple[str, ...]] = {
     "int8": ("compression.pull=int8", "compression.push=int8", "compression.dense=int8"),
     "int4": (*_INT4, "compression.dense=int8"),
     "int4, threshold": (*_INT4, "compression.dense.name=threshold", "compression.dense.values=int8"),
+    "both thresholds": (
+        *("compression.dense.name=threshold", "compression.dense.values=int8"),
+        *("compression.pull.name=threshold", "compression.pull.keep=0.2", "compression.pull.values=int8"),
+    ),
+    "DCT": (
+        *("compression.dense.name=threshold", *(f"compression.dense.{option}" for option in _FROZEN)),
+        *("compression.pull.name=threshold", *(f"compression.pull.{option}" for option in ("keep=0.2", *_FROZEN))),
+    ),
     "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
 }
-"""Codecs of all traffic by the name that tables have."""
+"""Codecs of all traffic by the name that tables have; DCT is both thresholds as published, with values in fp32."""
 
 
 class Cells:

@@ -96,6 +96,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         (*LEARNS, *THRESHOLDS, f"{CODE}aggregation", f"{CODE}embedding/requests.py"),
         picture=True,
     ),
+    "slow_network": Experiment(
+        "slow_network.py",
+        depends=(*LEARNS, *ELASTIC, *THRESHOLDS, f"{CODE}rpc", f"{CODE}cluster/trainer.py"),
+        root=True,
+    ),
     "chaos": Experiment(
         "chaos.py",
         depends=(

@@ -87,6 +87,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         (*LEARNS, f"{CODE}models", f"{CODE}aggregation"),
         picture=True,
     ),
+    "switching_hosts": Experiment(
+        "switching_hosts.py",
+        depends=(*LEARNS, *(f"{CODE}{part}" for part in ("aggregation", "rpc", "cluster/trainer_dense.py"))),
+        root=True,
+    ),
     "tolerance": Experiment("delays.py", ("tolerance",), (*LEARNS, f"{CODE}aggregation")),
     "beginning": Experiment("delays.py", ("beginning",), (*LEARNS, f"{CODE}aggregation")),
     "stragglers": Experiment("stragglers.py", ("--study",), (f"{CODE}aggregation", f"{CODE}training"), picture=True),

@@ -95,7 +95,10 @@ class Cell:
         """The configuration under that method; synchronous training is the same on one worker."""
         count, own = (1, ()) if method == "sync" else (WORKERS, self._own())
         emulated = workers(count, STEP_MS, f"{SLOW},seed={self.seed}" if self.slow else None)
-        batches = f"aggregation.global_batch={WORKERS * BATCH}", f"train.batch_size={BATCH}"
+        batches = (
+            *(f"aggregation.global_batch={WORKERS * BATCH}", f"train.batch_size={BATCH}"),
+            "aggregation.rows=buffer",
+        )
         data = *TASKS[self.task], f"data.rows={self.rows}", f"train.seed={self.seed}", "report.every_s=0.05"
         return [*data, *RECIPES[self.recipe].overrides(), f"aggregation.method={method}", *batches, *own, *emulated]
 

@@ -381,9 +381,9 @@ class AggregationConfig(Choice):
     global_batch: int | None = Field(None, ge=1)
     """samples of a global step, whatever the number of workers; a multiple of train.batch_size; null is one batch of
     each worker"""
-    rows: Literal["containing", "buffer"] = "containing"
-    """a row's gradient is the mean over the batches that contain it, or the sum over all batches of the step, as in one
-    large batch"""
+    rows: Literal["containing", "buffer"] = "buffer"
+    """a row's gradient is the sum over all batches of the step, divided as the dense part's, as in one large batch, or
+    (containing) the mean over the batches that contain it, which grows for rare rows as batches shrink"""
 
 
 class CodecConfig(Choice):

@@ -311,8 +311,16 @@ def _runtime_of(config: Config) -> Runtime:
 
 def given(config: Config) -> dict[str, Any]:
     """The configuration as the user gave it, without secrets: what goes into a checkpoint, so that defaults stay
-    defaults."""
-    return as_stored(config.model_dump(mode="json", by_alias=True, exclude_unset=True), config.written)
+    defaults, but for one that has changed."""
+    stored = as_stored(config.model_dump(mode="json", by_alias=True, exclude_unset=True), config.written)
+    if config.aggregation.method is not None:
+        stored["aggregation"]["rows"] = config.aggregation.rows
+    return stored
+
+
+def _rows_before(stored: Mapping[str, Any]) -> str:
+    """`aggregation.rows` of a stored configuration; one that lacks it is from when `containing` was the default."""
+    return str((stored.get("aggregation") or {}).get("rows", "containing"))
 
 
 class _Run:
@@ -861,7 +869,17 @@ def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
     ):
         if was != now:
             raise ConfigError(f"{key}={now}: {saved.name} was trained with {was}, which decides what is left to train")
-    if None in (there.aggregation.method, config.aggregation.method) or config.aggregation.global_batch is not None:
+    if None in (there.aggregation.method, config.aggregation.method):
+        return
+    if (
+        "rows" not in config.aggregation.model_fields_set
+        and (was := _rows_before(saved.config)) != config.aggregation.rows
+    ):
+        raise ConfigError(
+            f"aggregation.rows: gradients of rows of {saved.name} were divided by {was}, and would be by "
+            f"{config.aggregation.rows}: set it to {was} to go on with the same steps"
+        )
+    if config.aggregation.global_batch is not None:
         return
     if (was := global_batch(there)) != (now := global_batch(config)):
         same = f"{was} to go on with the same steps, or to " if was % config.train.batch_size == 0 else ""
@@ -916,7 +934,8 @@ def _resumed_config(resume: Path, path: Path | None, overrides: Sequence[str], o
         )
     stored = _followed(with_rows_of(resume, saved.config), changed, resume, own)
     if (before := parse(stored)).aggregation.method is not None:  # what a step was made of stays, with more workers too
-        stored = merge(stored, {"aggregation": {"global_batch": global_batch(before)}}, [])
+        made_of = {"global_batch": global_batch(before), "rows": _rows_before(saved.config)}
+        stored = merge(stored, {"aggregation": made_of}, [])
     config = parse(resumed(stored, changed))
     given_batch = (changed.get("aggregation") or {}).get("global_batch")
     if config.aggregation.method is not None and not given_batch and global_batch(config) % config.train.batch_size:

@@ -28,13 +28,13 @@ from job_helpers import (
 from rich.console import Console
 from test_resume import interrupt
 
-from shadowsync import Job
+from shadowsync import Job, job
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.choices import choose_all, resumed
 from shadowsync.config import merge, parse
 from shadowsync.embedding.client import EmbeddingClient, Prepared, Pulled
 from shadowsync.errors import ConfigError, DataError
-from shadowsync.job import train_from_command_line
+from shadowsync.job import given, train_from_command_line
 from shadowsync.registry import members
 from shadowsync.report.files import read_frames
 from shadowsync.training.worker import TrainerLost
@@ -184,6 +184,50 @@ def test_another_batch_size_has_to_fit_the_global_batch_of_the_checkpoint(tmp_pa
     assert own.startswith("aggregation.global_batch=7 is not a multiple of train.batch_size=3")
     train_from_command_line(None, ["train.batch_size=3", "aggregation.global_batch=6", "data.epochs=2"], here, there)
     assert result_of(here)["data"]["trained_samples"] == 42
+
+
+@pytest.mark.parametrize("model", [SMALL_DLRM, {"name": "deepfm", "deep": [8]}, {"name": "dcn", "deep": [8]}], ids=str)
+@pytest.mark.parametrize(("method", "batch_size", "workers"), [("gba", 1, 1), ("gba", 8, 1), ("sync", 2, 4)])
+def test_a_switch_to_batches_of_another_size_changes_nothing(
+    tmp_path: Path, model: dict[str, Any], method: str, batch_size: int, workers: int
+) -> None:
+    data, spans = write_rows(tmp_path / "rows.parquet", 64), {"slice_rows": 16, "epochs": 2}
+    at_once = {"batch_size": 8, "optimizer": "adagrad"}
+    Job(settings(data, data, model=model, train=at_once, data=spans), out=tmp_path / "large").run()
+
+    def config(method: str, batch_size: int, workers: int, epochs: int) -> dict[str, Any]:
+        train = {"batch_size": batch_size, "workers": workers, "optimizer": "adagrad"}
+        sections = {"train": train, "data": {**spans, "epochs": epochs}, "aggregation": {"global_batch": 8}}
+        return gradient_settings(data, method, model=model, **sections)
+
+    Job(config("sync", 4, 1, 1), out=tmp_path / "half").run()
+    result = Job(config(method, batch_size, workers, 2), out=tmp_path / "rest", resume=tmp_path / "half").run()
+    assert (result.aggregation.global_steps, result.aggregation.max_staleness) == (16, 0)
+    large, ours = weights(tmp_path / "large"), weights(tmp_path / "rest")
+    for name in large:
+        torch.testing.assert_close(ours[name], large[name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_run_that_does_not_say_how_it_divides_the_gradients_of_rows_goes_on_as_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where `containing` was the default, which was not written down."""
+
+    def without_rows(stored: dict[str, Any]) -> dict[str, Any]:
+        assert stored["aggregation"].pop("rows") == "buffer"
+        return stored
+
+    data, there = write_rows(tmp_path / "rows.parquet", 21), tmp_path / "there"
+    config = gradient_settings(data, "gba", model=SMALL_DLRM, data={"epochs": 2})
+    with monkeypatch.context() as old:
+        old.setattr(job, "given", lambda config: without_rows(given(config)))
+        Job(config | {"data": {**config["data"], "epochs": 1}}, out=there).run()
+    train_from_command_line(None, ["data.epochs=2"], tmp_path / "here", there)
+    assert result_of(tmp_path / "here")["config"]["aggregation"]["rows"] == "containing"
+    other = Job(config, out=tmp_path / "new", resume=there)
+    fails(other.run, ConfigError, "were divided by containing, and would be by buffer")
+    config["aggregation"]["rows"] = "buffer"
+    assert Job(config, out=tmp_path / "new", resume=there).run().data.trained_samples == 42
 
 
 def test_optimizer_state_and_steps_go_on_after_a_switch(tmp_path: Path) -> None:

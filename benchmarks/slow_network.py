@@ -11,6 +11,7 @@ rounds; time and AUC against the plain run of the round have an interval of 95 %
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import WIRES, Cells, in_sentences, load_average, start_ray, train
-from machine import describe, table, with_interval
+from clustered import WIRES, Cells, in_sentences, load_average, run_and_report, start_ray, train
+from machine import table, with_interval
 from namespaces import bits_per_second
 from testbed import RayNode, Testbed
 
@@ -123,27 +124,24 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(head, lines)
 
 
+def run_all(given: argparse.Namespace, kept: Cells) -> None:
+    """What is missing, round by round."""
+    rate = given.rate or half_rate(kept)
+    for number, variant in itertools.product(range(given.rounds), dict.fromkeys(["plain", *given.variants])):
+        cell = Cell(rate, variant, number)
+        if kept.read(cell.name) is None:
+            found = asdict(cell) | run(rate, [*WIRES[variant], f"train.seed={number}"])
+            kept.write(cell.name, found)
+            print(cell.name, f"{found['eps']:,.0f} examples/s", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Runs what has not been run, and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=WIRES)
     parser.add_argument("--rate", help="of the links, instead of the one at which plain messages take half the time")
-    parser.add_argument("--report", action="store_true")
-    given = parser.parse_args()
-    kept = Cells(given.out)
-    if not given.report:
-        rate = given.rate or half_rate(kept)
-        for number in range(given.rounds):
-            for variant in dict.fromkeys(["plain", *given.variants]):
-                cell = Cell(rate, variant, number)
-                if kept.read(cell.name) is None:
-                    found = asdict(cell) | run(rate, [*WIRES[variant], f"train.seed={number}"])
-                    kept.write(cell.name, found)
-                    print(cell.name, f"{found['eps']:,.0f} examples/s", file=sys.stderr, flush=True)
-    print("\n".join(describe()))
-    print("\n" + result_table(kept.all()))
+    run_and_report(parser, run_all, result_table)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ the quarter or the switch; the speed of more than one worker is that of emulated
 
 `--local` is that with the two ways to divide a row's gradient, by the batches of the step that contain the row and by
 all (`aggregation.rows`), on four workers, so that hardly any gradient is old: in the synchronous phase 16 batches of
-512, then batches of 2,048 to 32 samples.
+512, then batches of 2,048 to 64 samples.
 
 Tasks: `demo`; `ids`, the demo without its dense columns; `synthetic`, whose best AUC is known. A cell is a line of
 FOLDER/runs.jsonl; started again, the script goes on where it stopped. First halves that cells share are kept in
@@ -179,7 +179,7 @@ def local(seeds: int, rows: int | None) -> Iterator[Cell]:
     for seed, name, divided in itertools.product(range(seeds), ("demo", "synthetic"), ("containing", "buffer")):
         task = Task(name, "adagrad", rows, seed, divided=divided)
         yield Cell(task, "sync")
-        yield from (Cell(task, "gba", 4, batch=batch) for batch in (2048, 512, 128, 32))
+        yield from (Cell(task, "gba", 4, batch=batch) for batch in (2048, 512, 128, 64))
 
 
 def run(cell: Cell, halves: Path) -> dict[str, Any]:

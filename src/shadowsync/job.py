@@ -323,6 +323,15 @@ def _rows_before(stored: Mapping[str, Any]) -> str:
     return str((stored.get("aggregation") or {}).get("rows", "containing"))
 
 
+def _divided_as_before(config: Config, saved: LoadedCheckpoint) -> Config | None:
+    """With `aggregation.rows` as the checkpoint's steps were made, where nobody says otherwise; None if that is so."""
+    own, before = config.aggregation, _rows_before(saved.config)
+    merged = None in (own.method, parse(saved.config).aggregation.method)  # replicas, now or before
+    if merged or "rows" in own.model_fields_set or before == own.rows:
+        return None
+    return config.model_copy(update={"aggregation": own.model_copy(update={"rows": before})})
+
+
 class _Run:
     """One run from the first part to the last file."""
 
@@ -344,6 +353,8 @@ class _Run:
         self.store = store = CheckpointStore(place, self.config.train.keep, values)
         self.saved = self._load(store)
         if self.saved is not None:
+            if (before := _divided_as_before(self.config, self.saved)) is not None:
+                self.config, self.choices = before, choose_all(before, own_model=self.choices.model is None)
             self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
             _check_split(self.saved, self.config)
             _check_measure(self.saved, self.config, self.choices.source.tasks)
@@ -869,17 +880,7 @@ def _check_same(saved: LoadedCheckpoint, config: Config) -> None:
     ):
         if was != now:
             raise ConfigError(f"{key}={now}: {saved.name} was trained with {was}, which decides what is left to train")
-    if None in (there.aggregation.method, config.aggregation.method):
-        return
-    if (
-        "rows" not in config.aggregation.model_fields_set
-        and (was := _rows_before(saved.config)) != config.aggregation.rows
-    ):
-        raise ConfigError(
-            f"aggregation.rows: gradients of rows of {saved.name} were divided by {was}, and would be by "
-            f"{config.aggregation.rows}: set it to {was} to go on with the same steps"
-        )
-    if config.aggregation.global_batch is not None:
+    if None in (there.aggregation.method, config.aggregation.method) or config.aggregation.global_batch is not None:
         return
     if (was := global_batch(there)) != (now := global_batch(config)):
         same = f"{was} to go on with the same steps, or to " if was % config.train.batch_size == 0 else ""

@@ -1,5 +1,6 @@
 """When synchronisation happens, and that trainers that end early hold up nobody."""
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from shadowsync.compression.plain import Plain
 from shadowsync.compression.wire import WireCounter
 from shadowsync.registry import members
 from shadowsync.sync.all_reduce import LocalAverages
-from shadowsync.sync.background import Background
+from shadowsync.sync.background import Background, usual_cost
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.every_k import EveryK
 from shadowsync.sync.ma import ModelAveraging
@@ -86,6 +87,41 @@ def test_uneven_trainers_end(method: type[SyncMethod], schedule: Schedule, steps
 def test_background_pace(schedule: Background, next_s: float) -> None:
     """After a synchronisation from 100 to 102 s that used a core for one of them."""
     assert schedule.next_start(100.0, 102.0, 1.0) == pytest.approx(next_s)
+
+
+@pytest.mark.parametrize(
+    ("last", "usual"),
+    [
+        ([0.3], 0.0),
+        ([0.3, 0.003], 0.003),
+        ([0.003, 0.3], 0.003),
+        ([0.003, 0.3, 0.004], 0.004),
+        ([0.004, 0.003, 0.3, 0.3, 0.005], 0.005),
+        ([0.3, 0.4, 0.5, 0.6, 0.7], 0.5),
+    ],
+)
+def test_the_pace_goes_by_what_synchronisations_usually_cost(last: list[float], usual: float) -> None:
+    assert usual_cost(last) == usual
+
+
+def test_one_that_was_costly_by_chance_keeps_nobody_from_the_next() -> None:
+    """As where a garbage collection falls into it: by its own cost the shadow would rest for an hour."""
+    drivers, parts = make_drivers(ModelAveraging, Background(max_share=0.02), 2, 1)
+    costly, third = parts[0], threading.Event()
+    spent, plain = itertools.chain([0.0, 72.0, 72.0, 72.0], itertools.repeat(72.0)), costly.once
+
+    def once() -> None:
+        plain()
+        if costly.count == 3:
+            third.set()
+
+    costly.once = once  # type: ignore[method-assign]
+    costly.group.cpu_s = lambda: next(spent)  # type: ignore[method-assign]
+    for driver in drivers:
+        driver.start()
+    assert third.wait(TIMEOUT_S)
+    for driver in drivers:
+        driver.stop()
 
 
 def test_a_shadow_that_fails_says_so_and_hangs_nobody() -> None:

@@ -1,7 +1,10 @@
 """The shadow thread: synchronises a replica while the workers train."""
 
+import statistics
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -10,6 +13,9 @@ from pydantic import Field
 from shadowsync.config import LONGEST_S
 from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.worker import Driver
+
+_LAST = 5
+"""Synchronisations of whose costs the usual one is found."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Background(Schedule):
     take a core from the workers and synchronise replicas that have not moved. So ours adds two rules: it waits until
     its trainer has made an iteration since the last synchronisation, and it uses at most `max_share` of one core. CPU
     time is what counts, not waiting: on a slow network it still runs back to back. What it costs to move the vectors
-    counts too, wherever that is done.
+    counts too, wherever that is done. It goes by what synchronisations usually cost (`usual_cost`).
     """
 
     name: ClassVar[str] = "background"
@@ -40,6 +46,16 @@ class Background(Schedule):
 
     def _drive(self, synchronisation: Synchronisation) -> Driver:
         return Shadow(self, synchronisation)
+
+
+def usual_cost(last: Sequence[float]) -> float:
+    """What a synchronisation costs, by the processor seconds of the last ones: their median.
+
+    A single one may have had to do what has nothing to do with it. A garbage collection that falls into it takes a
+    fifth of a second, and to rest fifty times as long, with all who average waiting, would leave replicas to themselves
+    for ten. So the first by itself says nothing, and of two the lesser counts.
+    """
+    return statistics.median_low(last) if len(last) > 1 else 0.0
 
 
 class Shadow(Driver):
@@ -89,6 +105,7 @@ class Shadow(Driver):
 
     def _loop(self) -> None:
         gate, seen = self._synchronisation.gate, 0
+        costs: deque[float] = deque(maxlen=_LAST)
         while not self._stopping:
             gate.step()
             if sum(self._iterations) == seen and not self._synchronisation.method.collective:
@@ -97,8 +114,9 @@ class Shadow(Driver):
             seen = sum(self._iterations)
             started, cpu_started = time.monotonic(), self._cpu_s()
             self._synchronisation.once()
-            ended, cpu_s = time.monotonic(), self._cpu_s() - cpu_started
-            pause_s = self._schedule.next_start(started, ended, cpu_s) - ended
+            ended = time.monotonic()
+            costs.append(self._cpu_s() - cpu_started)
+            pause_s = self._schedule.next_start(started, ended, usual_cost(costs)) - ended
             if pause_s > 0:
                 gate.rest(pause_s, lambda: self._stopping)
 

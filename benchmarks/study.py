@@ -284,7 +284,8 @@ def table_of(name: str, old: Mapping[str, list[str]]) -> str:
         f"`benchmarks/study.py run {name}` ({', '.join(processors)}; {', '.join(commits)}; {days}; "
         f"{sum(session.runs for session in sessions)} runs):",
         *(
-            f"What had changed by {voucher.commit} makes no difference: {voucher.reason}."
+            f"The code has changed since, up to {voucher.commit}, in ways that move none of these figures: "
+            f"{voucher.reason}."
             for voucher in vouchers_of(name)
         ),
         *([f"**Older than the code**, which has changed in {len(old[name])} commits since."] if name in old else []),

@@ -353,11 +353,7 @@ class _Run:
         self.store = store = CheckpointStore(place, self.config.train.keep, values)
         self.saved = self._load(store)
         if self.saved is not None:
-            if (before := _divided_as_before(self.config, self.saved)) is not None:
-                self.config, self.choices = before, choose_all(before, own_model=self.choices.model is None)
-            self.choices = as_trained(self.choices, self.config, job_state(self.saved).layout)
-            _check_split(self.saved, self.config)
-            _check_measure(self.saved, self.config, self.choices.source.tasks)
+            self._go_on_with(self.saved)
         self.start = None if job.start_from is None else Start(job.start_from)
         if self.start is None:
             self.config, self.choices = prepared(self.config, self.choices, self.saved, self._print)
@@ -404,6 +400,14 @@ class _Run:
             "on_checkpoint", f"{checkpoint_root(job.out, self.config.train.checkpoint_dir)}/{name}", samples
         )
         self.validation = None if valid is None else Validation(self.session, self.keeping, valid, self._tell)
+
+    def _go_on_with(self, saved: LoadedCheckpoint) -> None:
+        """What the checkpoint decides, and what must be as it was there."""
+        if (before := _divided_as_before(self.config, saved)) is not None:
+            self.config, self.choices = before, choose_all(before, own_model=self.choices.model is None)
+        self.choices = as_trained(self.choices, self.config, job_state(saved).layout)
+        _check_split(saved, self.config)
+        _check_measure(saved, self.config, self.choices.source.tasks)
 
     def _check_losses(self) -> None:
         """Raises `ConfigError` if functions of the user's own are none of the labels', or if a resumed run would not

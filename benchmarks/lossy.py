@@ -307,6 +307,6 @@ def quality(given: argparse.Namespace) -> None:
             kept.write(cell.name, run(cell))
             print(cell.name, file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
-    print(result_table(rows))
+    print("\n" + result_table(rows))
     if given.picture is not None and against_plain(rows):
         picture(rows, given.picture)

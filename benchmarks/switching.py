@@ -312,7 +312,7 @@ def main() -> None:
             kept.write(cell.name, run(cell, given.out / "halves"))
             print(cell.name, file=sys.stderr, flush=True)
     rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
-    print(result_table(rows))
+    print("\n" + result_table(rows))
     if given.picture is not None and rows:
         picture(rows, given.picture)
 

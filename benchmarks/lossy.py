@@ -32,7 +32,10 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "demo": ("data.rows=655360",),
     "synthetic": (*SYNTHETIC, "data.rows=655360"),
 }
-JOB = ("aggregation.method=gba", "aggregation.global_batch=1024", "train.workers=2", "train.batch_size=512")
+JOB = (
+    *("aggregation.method=gba", "aggregation.global_batch=1024", "aggregation.rows=buffer"),
+    *("train.workers=2", "train.batch_size=512"),
+)
 WIDE = 512
 """Units of the layer behind which the wide cut is."""
 KINDS: Mapping[str, tuple[str, ...]] = {

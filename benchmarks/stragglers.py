@@ -75,6 +75,7 @@ class Cell:
             f"train.seed={self.seed}",
             f"aggregation.method={self.method}",
             f"aggregation.global_batch={WORKERS * BATCH}",
+            "aggregation.rows=buffer",
             "report.every_s=0.1",
             *workers(WORKERS, self.step_ms, slow[self.cluster]),
         ]

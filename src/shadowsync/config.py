@@ -383,7 +383,7 @@ class AggregationConfig(Choice):
     each worker"""
     rows: Literal["containing", "buffer"] = "buffer"
     """a row's gradient is the sum over all batches of the step, divided as the dense part's, as in one large batch, or
-    (containing) the mean over the batches that contain it, which grows for rare rows as batches shrink"""
+    (containing) the mean over the batches that contain it, which for rare rows depends on the size of local batches"""
 
 
 class CodecConfig(Choice):

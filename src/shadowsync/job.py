@@ -231,7 +231,7 @@ def _folder(name: str, given: object) -> Path | None:
     if given is None:
         return None
     if not isinstance(given, str | PathLike):
-        raise ConfigError(f"{name}={given!r} is no path: give the folder of a run")
+        raise ConfigError(f"{name}={given!r} is no path: give a folder")
     return Path(given)
 
 
@@ -405,6 +405,7 @@ class _Run:
         """What the checkpoint decides, and what must be as it was there."""
         if (before := _divided_as_before(self.config, saved)) is not None:
             self.config, self.choices = before, choose_all(before, own_model=self.choices.model is None)
+            self._print(f"aggregation.rows={before.aggregation.rows}, as steps were made up to {saved.name}")
         self.choices = as_trained(self.choices, self.config, job_state(saved).layout)
         _check_split(saved, self.config)
         _check_measure(saved, self.config, self.choices.source.tasks)

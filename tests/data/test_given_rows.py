@@ -264,7 +264,8 @@ BAD: dict[str, tuple[Any, str]] = {
         )
         for kind in (
             *(pa.decimal256(60, 2), pa.month_day_nano_interval(), pa.list_(pa.decimal256(60, 2))),
-            *(pa.list_view(pa.int64()), pa.run_end_encoded(pa.int32(), pa.int64())),
+            *(pa.list_view(pa.int64()), pa.run_end_encoded(pa.int32(), pa.int64()), pa.decimal32(5, 1)),
+            *(pa.list_(pa.decimal256(60, 2), 2), pa.struct([("b", pa.month_day_nano_interval())])),
         )
     },
     "a column as a batch": ([pl.Series("a", [1])], r"data: its batch 1 is a polars.*Series, each must be a polars"),

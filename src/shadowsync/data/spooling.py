@@ -33,7 +33,8 @@ _OF_TABLES = ("label", "columns", "categorical", "dense")
 _NOT_KEPT = ("Object", *LONG)
 """Types, as polars calls them, of values that nobody could read as what they were."""
 _NOT_TAKEN = (
-    *(pa.types.is_decimal256, pa.types.is_interval, pa.types.is_union),
+    *(pa.types.is_decimal32, pa.types.is_decimal64, pa.types.is_decimal256),
+    *(pa.types.is_interval, pa.types.is_union),
     *(pa.types.is_list_view, pa.types.is_large_list_view, pa.types.is_run_end_encoded),
 )
 """Arrow's types that polars does not read."""
@@ -241,7 +242,7 @@ def _of_stream(table: Any) -> Iterator[pl.DataFrame]:
 def _of_arrow(tables: Iterable[Any]) -> Iterator[pl.DataFrame]:
     for table in tables:
         for column in table.schema:
-            if any(unknown(_arrow_value(column.type)) for unknown in _NOT_TAKEN):
+            if any(unknown(part) for part in _parts(column.type) for unknown in _NOT_TAKEN):
                 raise ValueError(f"the column {column.name!r} holds {column.type}: {_ALLOWED}")
         yield from pl.DataFrame(table).iter_slices(ROW_GROUP)
 
@@ -299,8 +300,13 @@ def _of_one_type(name: str, make: Callable[..., T], *args: Any, **options: Any) 
         ) from error
 
 
-def _arrow_value(kind: Any) -> Any:
-    return _arrow_value(kind.value_type) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+def _parts(kind: Any) -> Iterator[Any]:
+    """An Arrow type and all that it is made of."""
+    yield kind
+    if pa.types.is_dictionary(kind):
+        yield from _parts(kind.value_type)
+    for number in range(kind.num_fields):
+        yield from _parts(kind.field(number).type)
 
 
 def _innermost(kind: pl.DataType) -> pl.DataType:

@@ -14,8 +14,8 @@ from shadowsync.config import LONGEST_S
 from shadowsync.sync.schedule import Schedule, Synchronisation
 from shadowsync.training.worker import Driver
 
-_LAST = 5
-"""Synchronisations of whose costs the usual one is found."""
+_LAST, _MOST_TIMES = 5, 4.0
+"""Synchronisations of whose costs the median is taken, and how many times it one may count."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Background(Schedule):
     take a core from the workers and synchronise replicas that have not moved. So ours adds two rules: it waits until
     its trainer has made an iteration since the last synchronisation, and it uses at most `max_share` of one core. CPU
     time is what counts, not waiting: on a slow network it still runs back to back. What it costs to move the vectors
-    counts too, wherever that is done. It goes by what synchronisations usually cost (`usual_cost`).
+    counts too, wherever that is done. One that was dear by chance counts in part (`counted_cost`).
     """
 
     name: ClassVar[str] = "background"
@@ -48,14 +48,15 @@ class Background(Schedule):
         return Shadow(self, synchronisation)
 
 
-def usual_cost(last: Sequence[float]) -> float:
-    """What a synchronisation costs, by the processor seconds of the last ones: their median.
+def counted_cost(last: Sequence[float]) -> float:
+    """Of the last of these synchronisations, by the processor seconds of each: its own, but at most four times their
+    median.
 
     A single one may have had to do what has nothing to do with it. A garbage collection that falls into it takes a
     fifth of a second, and to rest fifty times as long, with all who average waiting, would leave replicas to themselves
-    for ten. So the first by itself says nothing, and of two the lesser counts.
+    for ten. The first by itself says nothing of what they cost, and counts for nothing.
     """
-    return statistics.median_low(last) if len(last) > 1 else 0.0
+    return min(last[-1], _MOST_TIMES * statistics.median_low(last)) if len(last) > 1 else 0.0
 
 
 class Shadow(Driver):
@@ -116,7 +117,7 @@ class Shadow(Driver):
             self._synchronisation.once()
             ended = time.monotonic()
             costs.append(self._cpu_s() - cpu_started)
-            pause_s = self._schedule.next_start(started, ended, usual_cost(costs)) - ended
+            pause_s = self._schedule.next_start(started, ended, counted_cost(costs)) - ended
             if pause_s > 0:
                 gate.rest(pause_s, lambda: self._stopping)
 

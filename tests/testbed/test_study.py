@@ -82,8 +82,9 @@ def test_a_table_that_somebody_vouches_for_is_not_old_and_says_why(study: Module
         assert not list(study.stale())
     study.write()
     written = (tmp_path / "page.md").read_text()
-    assert "makes no difference: nothing reads 1.\n" in written
-    assert f"What had changed by {study.commit()} makes no difference: nothing reads 2.\n" in written
+    assert "in ways that move none of these figures: nothing reads 1.\n" in written
+    changed = f"The code has changed since, up to {study.commit()}, in ways that move none of these figures"
+    assert f"{changed}: nothing reads 2.\n" in written
     assert "Older" not in written
     with pytest.raises(SystemExit, match="one is not older than the code"):
         study.vouch("one", "to be sure")

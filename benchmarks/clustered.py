@@ -5,18 +5,28 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import describe
 from namespaces import TestbedError
 from testbed import RayNode, Testbed
 
-_FROZEN = ("correction=0", "band=1e9", "refresh=100")
+PUBLISHED: Mapping[str, object] = {"correction": 0, "band": 1e9, "refresh": 100}
+"""DCT as published: τ stays as it was chosen for `refresh` messages, and values cross in fp32. What is not sent of the
+dense part is sent later, and lost at a cut."""
+
+
+def codec(kind: str, name: str, **options: object) -> tuple[str, ...]:
+    """Overrides that choose a codec for one kind of traffic."""
+    given = (f"compression.{kind}.{option}={value}" for option, value in options.items())
+    return (f"compression.{kind}.name={name}", *given)
+
+
 _INT4 = ("compression.pull=int4", "compression.push.name=int4", "compression.push.rounding=stochastic")
 WIRES: Mapping[str, tuple[str, ...]] = {
     "plain": (),
@@ -25,16 +35,16 @@ WIRES: Mapping[str, tuple[str, ...]] = {
     "int4": (*_INT4, "compression.dense=int8"),
     "int4, threshold": (*_INT4, "compression.dense.name=threshold", "compression.dense.values=int8"),
     "both thresholds": (
-        *("compression.dense.name=threshold", "compression.dense.values=int8"),
-        *("compression.pull.name=threshold", "compression.pull.keep=0.2", "compression.pull.values=int8"),
+        *codec("dense", "threshold", values="int8"),
+        *codec("pull", "threshold", keep=0.2, values="int8"),
     ),
-    "DCT": (
-        *("compression.dense.name=threshold", *(f"compression.dense.{option}" for option in _FROZEN)),
-        *("compression.pull.name=threshold", *(f"compression.pull.{option}" for option in ("keep=0.2", *_FROZEN))),
-    ),
+    "DCT": (*codec("dense", "threshold", **PUBLISHED), *codec("pull", "threshold", keep=0.2, **PUBLISHED)),
     "auto": ("compression.pull=auto", "compression.push=auto", "compression.dense=auto"),
 }
 """Codecs of all traffic by the name that tables have; DCT is both thresholds as published, with values in fp32."""
+
+
+T = TypeVar("T")
 
 
 class Cells:
@@ -61,6 +71,18 @@ class Cells:
             file.write(json.dumps({"cell": name, "result": result}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def run_missing(self, cells: Iterable[T], name: Callable[[T], str], run: Callable[[T], dict[str, Any]]) -> None:
+        """Runs those that are not here yet, in their order, and keeps what comes of each."""
+        for cell in cells:
+            if self.read(name(cell)) is None:
+                self.write(name(cell), run(cell))
+                print(name(cell), file=sys.stderr, flush=True)
+
+    def those(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """The results of these that have been run, in their order."""
+        found = self._found()
+        return [found[name] for name in names if name in found]
 
     def all(self) -> list[dict[str, Any]]:
         """Every result, by name."""

@@ -22,6 +22,7 @@ from typing import Any
 import lossy
 import numpy as np
 import torch
+from clustered import PUBLISHED
 from machine import alternate, describe, medians, table
 from torch import Tensor
 
@@ -49,8 +50,8 @@ CODECS: dict[str, tuple[str, Mapping[str, object], tuple[int, ...]]] = {
     "threshold, int8 values": ("threshold", {"values": "int8"}, (-1,)),
     "threshold, int4 values": ("threshold", {"values": "int4"}, (-1,)),
     "threshold, no feedback": ("threshold", {"feedback": False}, (-1,)),
-    "DCT": ("threshold", lossy.PUBLISHED, (-1,)),
-    "DCT, no feedback": ("threshold", {**lossy.PUBLISHED, "feedback": False}, (-1,)),
+    "DCT": ("threshold", PUBLISHED, (-1,)),
+    "DCT, no feedback": ("threshold", {**PUBLISHED, "feedback": False}, (-1,)),
 }
 """Member, options and shape by the name in the table."""
 

@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average
 from emulated import SYNTHETIC, train, train_until, workers
-from machine import describe, difference, table, with_interval
+from machine import by_seed, describe, difference, table, with_interval
 
 WORKERS, BATCH, STEP_MS = 16, 512, 160.0
 """Steps last as long as it takes two cores to compute one of each worker."""
@@ -153,10 +153,7 @@ def way_of(row: Mapping[str, Any]) -> Way:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each way, in the order of the runs."""
-    found: dict[Way, dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(way_of(row), {})[row["seed"]] = row
-    lines = []
+    found, lines = by_seed(rows, way_of), []
     for way, runs in found.items():
         mine = list(runs.values())
         usual, same = (found.get((way[0], recipe, "sync", "-"), {}) for recipe in ("usual", way[1]))
@@ -185,11 +182,9 @@ def main() -> None:
     given = parser.parse_args()
     kept, grid = Cells(given.out), itertools.product(range(given.seeds), given.tasks)
     cells = [cell for seed, task in grid for cell in PARTS[given.part](task, given.rows, seed)]
-    for cell in [] if given.report else cells:
-        if kept.read(str(cell)) is None:
-            kept.write(str(cell), run(cell))
-            print(cell, file=sys.stderr, flush=True)
-    rows = [row for cell in cells if (row := kept.read(str(cell))) is not None]
+    if not given.report:
+        kept.run_missing(cells, str, run)
+    rows = kept.those(map(str, cells))
     print("\n".join(describe()), report(rows), sep="\n\n")
 
 

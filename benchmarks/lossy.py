@@ -24,7 +24,7 @@ from shadowsync.config import Config
 from shadowsync.embedding.table import widths
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, load_average
+from clustered import PUBLISHED, Cells, codec, load_average
 from emulated import SYNTHETIC, train
 from machine import describe, table, with_interval
 
@@ -48,18 +48,9 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """What crosses by the part that a setting changes."""
 KEPT = (0.04, 0.009, 0.003, 0.001)
 """Shares whose messages, with int8 values, are about 50, 200, 600 and 2,000 times shorter."""
-PUBLISHED: Mapping[str, object] = {"correction": 0, "band": 1e9, "refresh": 100}
-"""DCT as published: τ stays as it was chosen for `refresh` messages, and values cross in fp32. What is not sent of the
-dense part is sent later, and lost at a cut."""
 TICKS = (2, 5, 10, 20, 50, 100, 200)
 """Of the picture."""
 UNIQUE = "embedding.unique_rows=always"
-
-
-def codec(kind: str, name: str, **options: object) -> tuple[str, ...]:
-    """Overrides that choose a codec for one kind of traffic."""
-    given = (f"compression.{kind}.{option}={value}" for option, value in options.items())
-    return (f"compression.{kind}.name={name}", *given)
 
 
 def both(name: str, **options: object) -> tuple[str, ...]:
@@ -305,11 +296,9 @@ def quality(given: argparse.Namespace) -> None:
     wanted = itertools.product(range(given.seeds), given.tasks, settings())
     cells = [Cell(task, *setting, seed) for seed, task, setting in wanted if setting[0] in (*given.parts, "both")]
     chosen = [cell for cell in cells if given.settings is None or cell.setting in (*given.settings, "plain")]
-    for cell in [] if given.report else chosen:
-        if kept.read(cell.name) is None:
-            kept.write(cell.name, run(cell))
-            print(cell.name, file=sys.stderr, flush=True)
-    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    if not given.report:
+        kept.run_missing(chosen, lambda cell: cell.name, run)
+    rows = kept.those(cell.name for cell in cells)
     print("\n" + result_table(rows))
     if given.picture is not None and against_plain(rows):
         picture(rows, given.picture)

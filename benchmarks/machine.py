@@ -8,9 +8,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -92,6 +92,19 @@ def with_interval(values: Sequence[float], signed: bool = False, digits: int = 4
     """The mean, and behind it half the width of its interval."""
     half, sign = interval(values), "+" if signed else ""
     return f"{statistics.fmean(values):{sign}.{digits}f}" + ("" if half is None else f" ±{half:.{digits}f}")
+
+
+Way = TypeVar("Way", bound=Hashable)
+
+
+def by_seed(
+    rows: Iterable[Mapping[str, Any]], way_of: Callable[[Mapping[str, Any]], Way]
+) -> dict[Way, dict[int, Mapping[str, Any]]]:
+    """Runs of each way by their seed, ways in the order of the rows."""
+    found: dict[Way, dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(way_of(row), {})[row["seed"]] = row
+    return found
 
 
 def difference(first: Mapping[int, Mapping[str, Any]], second: Mapping[int, Mapping[str, Any]]) -> str:

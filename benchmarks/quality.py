@@ -38,7 +38,7 @@ from shadowsync.sync.method import SyncMethod
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
-from machine import commit, describe, difference, table, with_interval
+from machine import by_seed, commit, describe, difference, table, with_interval
 
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
@@ -190,13 +190,9 @@ Way = tuple[int, int, str, str, str]
 """Trainers, workers, method, schedule and options."""
 
 
-def by_way(rows: Sequence[Mapping[str, Any]]) -> dict[Way, dict[int, Mapping[str, Any]]]:
-    """Runs by their seed."""
-    found: dict[Way, dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        way = (row["trainers"], row["workers"], row["method"], row["schedule"], " ".join(row["options"]))
-        found.setdefault(way, {})[row["seed"]] = row
-    return found
+def way_of(row: Mapping[str, Any]) -> Way:
+    """What a run has in common with those of other seeds."""
+    return (row["trainers"], row["workers"], row["method"], row["schedule"], " ".join(row["options"]))
 
 
 def line(way: Way, found: Mapping[Way, Mapping[int, Mapping[str, Any]]], bases: Sequence[Way]) -> list[str]:
@@ -213,7 +209,7 @@ def line(way: Way, found: Mapping[Way, Mapping[int, Mapping[str, Any]]], bases: 
 
 def show(part: str, task: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """All ways, and what the background is better by than the foreground of the same gap."""
-    found = by_way(rows)
+    found = by_seed(rows, way_of)
     best = next((row["best_auc"] for row in rows if row["best_auc"]), None)
     counts = [len(runs) for runs in found.values()]
     several = f"{max(counts)} seeds" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)} seeds"

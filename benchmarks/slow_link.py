@@ -25,7 +25,7 @@ from shadowsync.report.files import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
-from machine import commit, table, with_interval
+from machine import by_seed, commit, table, with_interval
 from namespaces import bits_per_second
 from scaling import BACK_TO_BACK, BATCH, TASK, layout, steady_rate
 from testbed import RayNode, Testbed
@@ -87,10 +87,7 @@ def name_of(method: str, slower: float, seed: int) -> str:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each method and link, and what is left of the figures with even links."""
-    found: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["method"], row["slower"]), {})[row["seed"]] = row
-    lines = []
+    found, lines = by_seed(rows, lambda row: (row["method"], row["slower"])), []
     for method, slower in sorted(found, key=lambda way: (list(METHODS).index(way[0]), way[1])):
         runs, even = found[method, slower], found.get((method, 1.0), {})
         both = sorted(runs.keys() & even.keys())

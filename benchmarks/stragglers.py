@@ -220,11 +220,9 @@ def main() -> None:
     order = itertools.product(range(given.seeds), given.clusters, given.methods)
     cells = [Cell(cluster, method, given.seconds, given.step_ms, seed) for seed, cluster, method in order]
     cells = list(study(given.seeds)) if given.study else cells
-    for cell in [] if given.report else cells:
-        if kept.read(cell.name) is None:
-            kept.write(cell.name, run(cell))
-            print(cell.name, file=sys.stderr, flush=True)
-    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    if not given.report:
+        kept.run_missing(cells, lambda cell: cell.name, run)
+    rows = kept.those(cell.name for cell in cells)
     for cluster in dict.fromkeys(row["cluster"] for row in rows):
         print(f"\n{result_table(rows, cluster)}")
     if given.picture is not None and rows:

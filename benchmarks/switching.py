@@ -304,14 +304,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
     print("\n".join(describe()))
-    grids = [cells for cells, asked in ((study, given.study), (local, given.local)) if asked]
-    kept, cells = Cells(given.out), [*itertools.chain.from_iterable(cells(given.seeds, given.rows) for cells in grids)]
-    cells = cells or grid(given)
-    for cell in [] if given.report else cells:
-        if kept.read(cell.name) is None:
-            kept.write(cell.name, run(cell, given.out / "halves"))
-            print(cell.name, file=sys.stderr, flush=True)
-    rows = [row for cell in cells if (row := kept.read(cell.name)) is not None]
+    fixed = study if given.study else local if given.local else None
+    kept, cells = Cells(given.out), grid(given) if fixed is None else list(fixed(given.seeds, given.rows))
+    if not given.report:
+        kept.run_missing(cells, lambda cell: cell.name, lambda cell: run(cell, given.out / "halves"))
+    rows = kept.those(cell.name for cell in cells)
     print("\n" + result_table(rows))
     if given.picture is not None and rows:
         picture(rows, given.picture)

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train_command
-from machine import commit, difference, table, with_interval
+from machine import by_seed, commit, difference, table, with_interval
 from switching import OPTIMIZERS
 from testbed import RayNode, Testbed, TestbedError
 
@@ -107,9 +107,7 @@ def _grid(given: argparse.Namespace) -> Sequence[tuple[int, tuple[str, str]]]:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each way."""
-    found: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["first"], row["then"]), {})[row["seed"]] = row
+    found = by_seed(rows, lambda row: (row["first"], row["then"]))
     stayed = found.get(("sync", "sync"), {})
     lines = [
         (

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, start_ray, train_command
 from failures import KINDS, Chaos, Failure, RunFiles, schedules
-from machine import describe, table, with_interval
+from machine import describe, table, unpaired
 from testbed import RayNode, Testbed
 
 HOSTS, EPOCHS = 3, 2
@@ -165,13 +165,13 @@ def lost_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def against_undisturbed(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How far the AUC of the disturbed runs is from that of the others, with an interval of 95 % (Student's t)."""
+    """How far the AUC of the disturbed runs is from that of the others, with an interval of 95 % (Welch's)."""
     clean = [row["auc"] for row in _clean(rows)]
-    gains = [row["auc"] - statistics.fmean(clean) for row in rows if clean and "error" not in row and row["failures"]]
-    if not gains:
+    struck = [row["auc"] for row in rows if "error" not in row and row["failures"]]
+    if not clean or not struck:
         return "no disturbed run beside an undisturbed one"
     others = f"the mean of {len(clean)} others ({min(clean):.4f} to {max(clean):.4f})"
-    return f"AUC of {len(gains)} disturbed runs to {others}: {with_interval(gains, signed=True)}"
+    return f"AUC of {len(struck)} disturbed runs to {others}: {unpaired(struck, clean)}"
 
 
 def _clean(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ the usual recipe and by one whose rates are three times as high, warm up for a q
 tolerances ι; ∞ is `bsp`, which takes gradients however old they are.
 
 beginning: workers are even, so that each gradient is one step old. Over warm-ups, rates, and a beginning of so many
-synchronous steps.
+synchronous steps; staleness is over the whole run, those steps too.
 
 A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
@@ -166,8 +166,8 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
                 *(f"{100 * means['dropped']:.1f} %", "-" if way[2] == "sync" else f"{means['eps']:,.0f}"),
             )
         )
-    head = ["task", "recipe", "method", "tolerance", "seeds", "AUC", "to sync", "to sync, usual", "NE"]
-    return table([*head, "staleness", "most", "dropped", "emulated examples/s"], lines)
+    head = ["task", "recipe", "method", "tolerance", "seeds", "AUC", "to sync of its recipe", "to sync, usual recipe"]
+    return table([*head, "NE", "mean staleness", "oldest", "dropped", "emulated examples/s"], lines)
 
 
 def main() -> None:

@@ -88,6 +88,20 @@ def interval(values: Sequence[float]) -> float | None:
     return quantile * statistics.stdev(values) / len(values) ** 0.5
 
 
+def unpaired(first: Sequence[float], second: Sequence[float]) -> str:
+    """How far the first mean is from the second, with Welch's interval of 95 %; without one where either is of a single
+    value, or all are equal."""
+    told = f"{statistics.fmean(first) - statistics.fmean(second):+.4f}"
+    if min(len(first), len(second)) < 2:
+        return told
+    parts = [statistics.variance(values) / len(values) for values in (first, second)]
+    if not sum(parts):
+        return told
+    lost = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
+    free = max(1, int(sum(parts) ** 2 / lost))  # Welch and Satterthwaite
+    return f"{told} ±{QUANTILES[min(free, len(QUANTILES)) - 1] * sum(parts) ** 0.5:.4f}"
+
+
 def with_interval(values: Sequence[float], signed: bool = False, digits: int = 4) -> str:
     """The mean, and behind it half the width of its interval."""
     half, sign = interval(values), "+" if signed else ""

@@ -5,9 +5,14 @@
 
 Every trainer is emulated: it computes a small batch, then waits until its step has lasted as long as on the machine it
 stands for, so that twenty of them fit on two cores. Servers and network are real: each dense server has a host of its
-own in the testbed behind a link of `--rate`; links of trainers are not short. Averages (MA, BMUF) need no server: there
-each trainer has `--rate` of its host's link, those of a host average in its memory, and hosts with each other. A
-finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped. Root rights are needed.
+own in the testbed behind a link of `--rate`, and so has the server of rows; links of trainers are not short. Averages
+(MA, BMUF) need no server: there each trainer has `--rate` of its host's link, those of a host average in its memory,
+and hosts with each other. A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it
+stopped. Root rights are needed.
+
+Trainers whose steps all last alike and that began together would stay together: all at work, then all at the network.
+Machines are not like that, nor is the law below. So a trainer's first step lasts up to as long as `k` of them, and half
+of all steps up to half as long again as the others (`train.stragglers`): `T` is the mean.
 
 The law (the project's own arithmetic): `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of `T`
 seconds. An exchange carries `|w| / P` to each server and as much back, `S = |w| / (P b)` seconds each way. `n` trainers
@@ -57,6 +62,8 @@ COUNTS: Mapping[str, Sequence[int]] = {
     "background BMUF": (1, 20),
 }
 """Of trainers, for methods that are not run with every number."""
+MEAN_FACTOR = 1 + 0.5 * 0.25
+"""By which steps last longer than `--step-ms` in the mean: half of them, drawn each by itself, 1 to 1.5 times."""
 TASK = (
     *(
         "data.name=synthetic",
@@ -71,16 +78,18 @@ TASK = (
         "train.warmup_samples=0",
         "train.workers=1",
         "embedding.servers=1",
-        "model.embedding_dim=2",  # rows cross the link of a dense server
+        "model.embedding_dim=2",
     ),
     *("report.html=false", "report.tensorboard=false", "report.every_s=0.5"),
 )
+PLACES = "cluster.trainer_resource=trainer", "cluster.server_resource=server", "cluster.server_cpus=1"
+"""A server's host has one CPU, so that each server gets a link of its own."""
 BATCH = 64
 TRAINER_HOSTS = 4
 USABLE = 0.95  # of a link's rate, for what TCP carries
 MORE_SERVERS_FOR = ("EASGD every 5", "background EASGD")
-SHORTER = {"EASGD every 5": 3}
-"""By what the steps of a run are divided, where each takes longer."""
+SHORTER = {"EASGD every 5": 3.0, "EASGD every 30": 1.0}
+"""By what the steps of a run are divided, where each takes longer; 1.5 for the others."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +99,6 @@ class Cell:
     trainers: int
     dense_servers: int
     method: str
-
-    @property
-    def name(self) -> str:
-        """Of its file."""
-        return f"{self.method} on {self.dense_servers} with {self.trainers:02}".replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,17 @@ class Emulated:
     rate: str
     step_ms: float
     steps: int
+
+    def name(self, cell: Cell) -> str:
+        """Of a run."""
+        what = f"{cell.method} on {cell.dense_servers} with {cell.trainers:02}"
+        return f"{what}, {self.rate}, {self.step_ms:g} ms x {self.steps}".replace(" ", "-")
+
+
+def apart(step_ms: float, k: int) -> str:
+    """How steps differ, so that trainers that exchange every `k` do not stay together."""
+    first = f"share=1,slow=1-{k + 1},for_s=1000,until_s={1.5e-3 * step_ms:g}"
+    return f"train.stragglers={first};share=0.5,slow=1-1.5,for_s=0.1,seed=1"
 
 
 def grid(trainers: Sequence[int], servers: Sequence[int]) -> Iterator[list[Cell]]:
@@ -127,14 +142,14 @@ def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]
     """
     hosts = min(trainers, TRAINER_HOSTS)
     each = [trainers // hosts + (index < trainers % hosts) for index in range(hosts)]
-    servers = [RayNode(resources={"server": 1000}) for _ in range(dense_servers)]
+    servers = [RayNode(cpus=1, resources={"server": 1000}) for _ in range(dense_servers + 1)]
     trainer_hosts = [RayNode(cpus=count, resources={"trainer": 1000}) for count in each]
-    return [RayNode(cpus=0), *servers, *trainer_hosts], [0, *([1] * dense_servers), *each]
+    return [RayNode(cpus=0), *servers, *trainer_hosts], [0, *([1] * len(servers)), *each]
 
 
 def steps_of(cell: Cell, emulated: Emulated) -> int:
     """Of each trainer."""
-    return emulated.steps // SHORTER.get(cell.method, 1)
+    return int(emulated.steps / SHORTER.get(cell.method, 1.5))
 
 
 def overrides(cell: Cell, emulated: Emulated) -> list[str]:
@@ -146,25 +161,27 @@ def overrides(cell: Cell, emulated: Emulated) -> list[str]:
         f"train.trainers={cell.trainers}",
         f"train.batch_size={BATCH}",
         f"train.emulate_step_ms={emulated.step_ms:g}",
+        apart(emulated.step_ms, K.get(cell.method, 0)),
         f"cluster.dense_servers={cell.dense_servers if 'EASGD' in cell.method else 1}",  # averages need none
-        *("cluster.trainer_resource=trainer", "cluster.server_resource=server"),
+        *PLACES,
     ]
 
 
 def run_group(cells: Sequence[Cell], emulated: Emulated, kept: Cells, extra: Sequence[str]) -> None:
     """Runs what has not been run of cells that share a testbed."""
-    missing = [cell for cell in cells if kept.read(cell.name) is None]
+    missing = [cell for cell in cells if kept.read(emulated.name(cell)) is None]
     if not missing:
         return
     nodes, links = layout(cells[0].trainers, cells[0].dense_servers)
     with Testbed(hosts=len(nodes), rate=None) as testbed:
         start_ray(testbed, nodes)
         for cell in missing:
-            short = range(1, 1 + cell.dense_servers) if cell.method in K else range(1 + cell.dense_servers, len(nodes))
+            first = 2 + cell.dense_servers  # of the trainers' hosts
+            short = range(1, first) if cell.method in K else range(first, len(nodes))
             for host, multiple in enumerate(links):
                 bits = bits_per_second(emulated.rate) * multiple
                 testbed.rate(host, f"{bits / 1e3:.0f}kbit" if host in short else None)
-            kept.write(cell.name, run(testbed, cell, emulated, extra))
+            kept.write(emulated.name(cell), run(testbed, cell, emulated, extra))
             print(cell, "done", file=sys.stderr, flush=True)
 
 
@@ -220,9 +237,14 @@ def exchange_s(row: Mapping[str, Any]) -> float:
     return float(row["dense_bytes"] / (row["dense_servers"] * usable))
 
 
+def step_s(row: Mapping[str, Any]) -> float:
+    """`T`, of a trainer's step in the mean."""
+    return float(MEAN_FACTOR * row["step_ms"] / 1e3)
+
+
 def thinking_s(row: Mapping[str, Any]) -> float:
     """Of a trainer from one exchange to the next."""
-    return float(K[row["method"]] * row["step_ms"] / 1e3)
+    return K[row["method"]] * step_s(row)
 
 
 def exchanges(row: Mapping[str, Any], trainers: int, queues: bool) -> float:
@@ -242,7 +264,7 @@ def predicted_gap(row: Mapping[str, Any]) -> float | None:
     """Iterations between two syncs, by the law; None for methods that it does not cover."""
     if row["method"] not in K:
         return None
-    between = row["trainers"] / exchanges(row, row["trainers"], queues=True) * 1e3 / row["step_ms"]
+    between = row["trainers"] / exchanges(row, row["trainers"], queues=True) / step_s(row)
     return float(K[row["method"]]) or max(1.0, between)
 
 
@@ -332,8 +354,9 @@ def main() -> None:
         "--servers", type=int, nargs="+", default=[2, 4], help="dense servers; all methods on the first"
     )
     parser.add_argument("--rate", default="6mbit", help="of each dense server's link; of averages, each trainer's")
-    parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step")
-    parser.add_argument("--steps", type=int, default=180, help="of each trainer; a third where it exchanges every 5")
+    parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step, the shortest")
+    steps = "of each trainer; a third where it exchanges every 5, two thirds in the background"
+    parser.add_argument("--steps", type=int, default=180, help=steps)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--report", action="store_true")
     parser.add_argument("overrides", nargs="*", help="of every run")

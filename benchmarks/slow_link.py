@@ -3,13 +3,13 @@
     python benchmarks/slow_link.py --out FOLDER [--trainers 16] [--rate 60mbit] [--slower 10] [--seeds 3] …
     … --report      prints the table of what has been run so far
 
-Trainers are emulated and links real, as in `scaling.py`: trainers on hosts with as much link for each as `--rate`, and
-the last trainer on a host of its own, whose link is as fast or that many times slower. Averages cross among trainers,
-the elastic exchange goes through a dense server. MA averages trainers of a host in its memory first, DS-Sync's groups
-are of trainers wherever they are. Gaps are means over trainers; under the elastic exchange that of the slow one alone
-grows, which a mean over sixteen hides. What is left of the figures with even links is paired by seed, with an interval
-of 95 % (Student's t). A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it
-stopped. Root rights are needed.
+Trainers are emulated and links real, as in `scaling.py`, and steps differ as there: trainers on hosts with as much
+link for each as `--rate`, and the last trainer on a host of its own, whose link is as fast or that many times slower.
+Averages cross among trainers, the elastic exchange goes through a dense server. MA averages trainers of a host in its
+memory first, DS-Sync's groups are of trainers wherever they are. Gaps are means over trainers; under the elastic
+exchange that of the slow one alone grows, which a mean over sixteen hides. What is left of the figures with even links
+is paired by seed, with an interval of 95 % (Student's t). A finished run is a line of FOLDER/runs.jsonl; started again,
+the script goes on where it stopped. Root rights are needed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
 from machine import by_seed, commit, table, with_interval
 from namespaces import bits_per_second
-from scaling import BACK_TO_BACK, BATCH, TASK, layout, steady_rate
+from scaling import BACK_TO_BACK, BATCH, PLACES, TASK, apart, layout, steady_rate
 from testbed import RayNode, Testbed
 
 BACKGROUND, EVERY_5 = ("sync.schedule=background", BACK_TO_BACK), ("sync.schedule=every_k", "sync.k=5")
@@ -38,6 +38,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "MA every 5": ("sync.method=ma", *EVERY_5),
     "DS-Sync every 5": ("sync.method=ds_sync", *EVERY_5),
 }
+K: Mapping[str, int] = {"MA every 5": 5, "DS-Sync every 5": 5}
 
 
 def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> 
     overrides = [
         *(*TASK, *METHODS[method], f"data.rows={given.trainers * given.steps * BATCH}"),
         *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
-        *("cluster.dense_servers=1", "cluster.trainer_resource=trainer", "cluster.server_resource=server"),
-        f"train.seed={seed}",
+        *("cluster.dense_servers=1", *PLACES),
+        *(f"train.seed={seed}", apart(given.step_ms, K.get(method, 0))),
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -64,7 +65,7 @@ def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> 
 def run_all(given: argparse.Namespace, kept: Cells) -> None:
     """What is missing, seed by seed, on one testbed for each speed of the link."""
     for seed, slower in itertools.product(range(given.seeds), (1.0, given.slower)):
-        missing = [method for method in METHODS if kept.read(name_of(method, slower, seed)) is None]
+        missing = [method for method in METHODS if kept.read(name_of(method, slower, seed, given)) is None]
         if not missing:
             continue
         nodes, links = layout(given.trainers - 1, dense_servers=1)
@@ -76,13 +77,14 @@ def run_all(given: argparse.Namespace, kept: Cells) -> None:
             start_ray(testbed, nodes)
             for method in missing:
                 row = {"method": method, "slower": slower, "seed": seed, **run(testbed, method, seed, given)}
-                kept.write(name_of(method, slower, seed), row)
+                kept.write(name_of(method, slower, seed, given), row)
                 print(row, file=sys.stderr, flush=True)
 
 
-def name_of(method: str, slower: float, seed: int) -> str:
+def name_of(method: str, slower: float, seed: int, given: argparse.Namespace) -> str:
     """Of a run."""
-    return f"{method}, link {slower:g} times slower, seed {seed}"
+    trainers = f"{given.trainers} x {given.steps} steps of {given.step_ms:g} ms, {given.rate}"
+    return f"{method}, link {slower:g} times slower, seed {seed}, {trainers}"
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -60,6 +60,7 @@ class Experiment:
 
     Attributes:
         depends: files and folders of the repository that its result hangs on.
+        beside: an experiment whose runs are taken too, where they are those that this one asks for.
         root: it needs root rights.
         picture: it draws one.
     """
@@ -67,6 +68,7 @@ class Experiment:
     script: str
     words: tuple[str, ...] = ()
     depends: tuple[str, ...] = TRAINS
+    beside: str | None = None
     root: bool = False
     picture: bool = False
 
@@ -78,7 +80,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         (*TRAINS, f"{CODE}models", f"{CODE}aggregation"),
     ),
     "quality": Experiment("quality.py", ("methods",), picture=True),
-    "parameters": Experiment("quality.py", ("parameters", "--beside", str(RECORDS / "quality"))),
+    "parameters": Experiment("quality.py", ("parameters",), beside="quality"),
     "hogwild": Experiment("quality.py", ("hogwild",), (*LEARNS, *ELASTIC)),
     "local_batches": Experiment("switching.py", ("--local",), (*LEARNS, f"{CODE}aggregation")),
     "switching": Experiment(
@@ -197,7 +199,8 @@ def command(name: str, *more: str) -> list[str]:
     """That runs an experiment's script."""
     experiment = EXPERIMENTS[name]
     drawn = ("--picture", str(IMAGES / f"{name}.png")) if experiment.picture else ()
-    words = (*experiment.words, "--out", str(folder_of(name)), *drawn, *more)
+    beside = ("--beside", str(folder_of(experiment.beside))) if experiment.beside else ()
+    words = (*experiment.words, "--out", str(folder_of(name)), *beside, *drawn, *more)
     return [sys.executable, str(HERE / experiment.script), *words]
 
 
@@ -271,18 +274,25 @@ def stale() -> Iterator[tuple[str, list[str]]]:
                 yield name, changes
 
 
-def table_of(name: str, old: Mapping[str, list[str]]) -> str:
-    """What stands in the documentation."""
-    told = subprocess.run(command(name, "--report"), capture_output=True, text=True, check=True).stdout
-    tables = told.split("\n\n", 1)[1].strip("\n")  # before them is the machine that prints them
-    sessions = sessions_of(name)
+def told_of(sessions: Sequence[Session]) -> str:
+    """Where, on which code, when, and how many."""
     commits, processors, dates = (
         list(dict.fromkeys(getattr(session, part) for session in sessions)) for part in ("commit", "processor", "date")
     )
     days = dates[0] if len(dates) == 1 else f"{min(dates)} to {max(dates)}"
+    runs = sum(session.runs for session in sessions)
+    return f"{', '.join(processors)}; {', '.join(commits)}; {days}; {runs} runs"
+
+
+def table_of(name: str, old: Mapping[str, list[str]]) -> str:
+    """What stands in the documentation."""
+    told = subprocess.run(command(name, "--report"), capture_output=True, text=True, check=True).stdout
+    tables = told.split("\n\n", 1)[1].strip("\n")  # before them is the machine that prints them
+    beside = EXPERIMENTS[name].beside
     lines = [
-        f"`benchmarks/study.py run {name}` ({', '.join(processors)}; {', '.join(commits)}; {days}; "
-        f"{sum(session.runs for session in sessions)} runs):",
+        f"`benchmarks/study.py run {name}` ({told_of(sessions_of(name))}"
+        + (f", beside runs of `{beside}`: {told_of(sessions_of(beside))}" if beside else "")
+        + "):",
         *(
             f"The code has changed since, up to {voucher.commit}, in ways that move none of these figures: "
             f"{voucher.reason}."

@@ -89,7 +89,8 @@ def _is_half(out: Path) -> bool:
 
 def run_all(given: argparse.Namespace, kept: Cells) -> None:
     """What is missing, seed by seed, on one testbed."""
-    cells = [(f"{first} to {then}, seed {seed}", first, then, seed) for seed, (first, then) in _grid(given)]
+    at = f"{given.rate}, {given.step_ms:g} ms"
+    cells = [(f"{first} to {then}, seed {seed}, {at}", first, then, seed) for seed, (first, then) in _grid(given)]
     missing = [cell for cell in cells if kept.read(cell[0]) is None]
     if not missing:
         return

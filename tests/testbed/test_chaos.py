@@ -187,7 +187,9 @@ def test_what_a_failure_costs_is_told_apart_where_runs_have_two() -> None:
     assert chaos.lost_seconds(rows) == pytest.approx({"trainer": 1.0, "host": 30.0})
     assert chaos.lost_seconds(rows[1:]) == {}
     rows = [row("undisturbed-00"), row("run-00", auc=0.9395), row("run-01", auc=0.9393)]
-    assert chaos.against_undisturbed(rows).endswith("others (0.9400 to 0.9400): -0.0006 ±0.0013")
+    assert chaos.against_undisturbed(rows).endswith("others (0.9400 to 0.9400): -0.0006")
+    rows.append(row("undisturbed-01", auc=0.9402))  # two of each, equally far apart: 2 degrees of freedom
+    assert chaos.against_undisturbed(rows).endswith("others (0.9400 to 0.9402): -0.0007 ±0.0006")
     assert "no disturbed run" in chaos.against_undisturbed(rows[:1])
 
 

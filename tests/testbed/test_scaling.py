@@ -1,5 +1,6 @@
 """The grid, the layout of hosts, the law, and the table of the scaling benchmark."""
 
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,19 @@ import scaling
 from clustered import Cells
 from scaling import Cell, Emulated
 
+from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.choices import choose_all
+from shadowsync.cluster.roles import ROLES
+from shadowsync.cluster.scheduler import Scheduler
 from shadowsync.config import load
+from shadowsync.runtime.runtime import Machine
 
 EMULATED = Emulated("60mbit", 100.0, 120)
+MEAN_OF_100 = 100.0 / scaling.MEAN_FACTOR
 
 
 def row(method: str, trainers: int, **changes: Any) -> dict[str, Any]:
-    plain = {"method": method, "trainers": trainers, "dense_servers": 2, "rate": "60mbit", "step_ms": 100.0}
+    plain = {"method": method, "trainers": trainers, "dense_servers": 2, "rate": "60mbit", "step_ms": MEAN_OF_100}
     return {**plain, "dense_bytes": 1_187_500, "eps": 640.0, "gap": 5.0, "auc": 0.8, "load": 1.0, **changes}
 
 
@@ -25,19 +31,42 @@ def test_every_method_runs_on_the_first_number_of_servers_and_some_on_the_others
     assert [len(cells) for cells in groups] == [5, 2, 2, 2]
     assert all(len({(cell.trainers, cell.dense_servers) for cell in cells}) == 1 for cells in groups)
     assert groups[-1] == [Cell(10, 4, "EASGD every 5"), Cell(10, 4, "background EASGD")]
-    assert len({cell.name for cells in groups for cell in cells}) == 11
+    assert len({EMULATED.name(cell) for cells in groups for cell in cells}) == 11
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 4, 6, 16])
 def test_each_trainer_has_a_place_and_as_much_of_a_link_as_a_server(trainers: int) -> None:
     nodes, links = scaling.layout(trainers, dense_servers=2)
     assert len(nodes) == len(links)
-    assert links[:3] == [0, 1, 1]
-    assert [node.cpus for node in nodes[3:]] == links[3:]
-    assert sum(links[3:]) == trainers
-    assert max(links[3:]) - min(links[3:]) <= 1
-    assert ["server" in node.resources for node in nodes] == [False, True, True] + [False] * len(links[3:])
-    assert ["trainer" in node.resources for node in nodes] == [False] * 3 + [True] * len(links[3:])
+    assert links[:4] == [0, 1, 1, 1]  # the third server's is that of rows
+    assert [node.cpus for node in nodes] == links
+    assert sum(links[4:]) == trainers
+    assert max(links[4:]) - min(links[4:]) <= 1
+    assert ["server" in node.resources for node in nodes] == [False, True, True, True] + [False] * len(links[4:])
+    assert ["trainer" in node.resources for node in nodes] == [False] * 4 + [True] * len(links[4:])
+
+
+def test_every_server_has_a_link_of_its_own() -> None:
+    cell = Cell(6, 2, "EASGD every 5")
+    nodes, _ = scaling.layout(6, 2)
+    machines = [
+        Machine(str(host), "", float(node.cpus), 1 << 30, frozenset(node.resources)) for host, node in enumerate(nodes)
+    ]
+    scheduler = Scheduler(machines)
+    cluster = load(None, ["cluster.runtime=ray", *scaling.overrides(cell, EMULATED)]).cluster
+    roles = "embedding-0", *(f"dense-{index}" for index in range(2))
+    requests = [ROLES[role.partition("-")[0]].of(cluster, role) for role in roles]
+    placed = [scheduler.put(request) for request in requests]
+    assert {place.machine for place in placed if place is not None} == {"1", "2", "3"}
+
+
+def test_trainers_do_not_step_together() -> None:
+    slow = parse_stragglers(scaling.apart(1000.0, k=5).partition("=")[2])
+    first = [slow.factor(worker, 0.2) for worker in range(200)]
+    assert 1 <= min(first) < 1.5
+    assert 5.5 < max(first) <= 6
+    later = [slow.factor(worker, 1.6 + 1.1 * step) for worker in range(20) for step in range(200)]
+    assert statistics.fmean(later) == pytest.approx(scaling.MEAN_FACTOR, abs=0.01)
 
 
 def test_the_dense_part_is_weighed() -> None:
@@ -72,7 +101,7 @@ def test_the_law() -> None:
     assert scaling.predicted_gap(every_5) == 5.0
     assert scaling.predicted_share(background, queues=True) == 1.0
     assert scaling.predicted_gap(background) == pytest.approx(12 / 12 / 0.1)
-    assert scaling.predicted_gap(row("background EASGD", 1, step_ms=1000.0)) == 1.0
+    assert scaling.predicted_gap(row("background EASGD", 1, step_ms=10 * MEAN_OF_100)) == 1.0
     assert scaling.predicted_gap(row("background MA", 8)) is None
     assert scaling.predicted_share(row("background MA", 8), queues=True) is None
 

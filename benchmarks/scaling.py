@@ -11,8 +11,9 @@ and hosts with each other. A finished run is a line of FOLDER/runs.jsonl; starte
 stopped. Root rights are needed.
 
 Trainers whose steps all last alike and that began together would stay together: all at work, then all at the network.
-Machines are not like that, nor is the law below. So a trainer's first step lasts up to as long as `k` of them, and half
-of all steps up to half as long again as the others (`train.stragglers`): `T` is the mean.
+Machines are not like that, nor is the law below. So a trainer's first step lasts up to as long as it has, by the law,
+from one exchange to the next, and half of all steps up to half as long again as the others (`train.stragglers`): `T` is
+the mean.
 
 The law (the project's own arithmetic): `|w|` bytes of the dense part, `P` servers of usable bandwidth `b`, steps of `T`
 seconds. An exchange carries `|w| / P` to each server and as much back, `S = |w| / (P b)` seconds each way. `n` trainers
@@ -121,9 +122,9 @@ class Emulated:
         return f"{what}, {self.rate}, {self.step_ms:g} ms x {self.steps}".replace(" ", "-")
 
 
-def apart(step_ms: float, k: int) -> str:
-    """How steps differ, so that trainers that exchange every `k` do not stay together."""
-    first = f"share=1,slow=1-{k + 1},for_s=1000,until_s={1.5e-3 * step_ms:g}"
+def apart(step_ms: float, longest: float) -> str:
+    """How steps differ, so that trainers do not stay together: the first is up to so many times longer."""
+    first = f"share=1,slow=1-{longest:.1f},for_s=1000,until_s={1.5e-3 * step_ms:g}"
     return f"train.stragglers={first};share=0.5,slow=1-1.5,for_s=0.1,seed=1"
 
 
@@ -152,6 +153,14 @@ def steps_of(cell: Cell, emulated: Emulated) -> int:
     return int(emulated.steps / SHORTER.get(cell.method, 1.5))
 
 
+def cycle_s(cell: Cell, emulated: Emulated) -> float:
+    """Of a trainer, from one exchange that it waits for to the next, by the law; 0 where it waits for none."""
+    if not K.get(cell.method):
+        return 0.0
+    row = {**asdict(cell), **asdict(emulated), "dense_bytes": dense_bytes()}
+    return cell.trainers / exchanges(row, cell.trainers, queues=True)
+
+
 def overrides(cell: Cell, emulated: Emulated) -> list[str]:
     """Of a run."""
     return [
@@ -161,7 +170,7 @@ def overrides(cell: Cell, emulated: Emulated) -> list[str]:
         f"train.trainers={cell.trainers}",
         f"train.batch_size={BATCH}",
         f"train.emulate_step_ms={emulated.step_ms:g}",
-        apart(emulated.step_ms, K.get(cell.method, 0)),
+        apart(emulated.step_ms, max(1.0, 1e3 * cycle_s(cell, emulated) / emulated.step_ms)),
         f"cluster.dense_servers={cell.dense_servers if 'EASGD' in cell.method else 1}",  # averages need none
         *PLACES,
     ]

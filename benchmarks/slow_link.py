@@ -47,7 +47,7 @@ def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> 
         *(*TASK, *METHODS[method], f"data.rows={given.trainers * given.steps * BATCH}"),
         *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
         *("cluster.dense_servers=1", *PLACES),
-        *(f"train.seed={seed}", apart(given.step_ms, K.get(method, 0))),
+        *(f"train.seed={seed}", apart(given.step_ms, K.get(method, 0) + 1)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

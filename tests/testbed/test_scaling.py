@@ -61,10 +61,13 @@ def test_every_server_has_a_link_of_its_own() -> None:
 
 
 def test_trainers_do_not_step_together() -> None:
-    slow = parse_stragglers(scaling.apart(1000.0, k=5).partition("=")[2])
+    slow = parse_stragglers(scaling.apart(1000.0, longest=6).partition("=")[2])
     first = [slow.factor(worker, 0.2) for worker in range(200)]
     assert 1 <= min(first) < 1.5
     assert 5.5 < max(first) <= 6
+    cell, second = Cell(6, 2, "EASGD every 5"), Emulated("6mbit", 1000.0, 120)
+    assert 5 * scaling.MEAN_FACTOR < scaling.cycle_s(cell, second) < 12 * scaling.MEAN_FACTOR
+    assert scaling.cycle_s(Cell(6, 2, "background EASGD"), second) == 0.0
     later = [slow.factor(worker, 1.6 + 1.1 * step) for worker in range(20) for step in range(200)]
     assert statistics.fmean(later) == pytest.approx(scaling.MEAN_FACTOR, abs=0.01)
 

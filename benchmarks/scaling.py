@@ -20,8 +20,9 @@ seconds. An exchange carries `|w| / P` to each server and as much back, `S = |w|
 that exchange every `k` iterations make `min(n / (k T + 2 S), 1 / S)` exchanges a second: linear up to
 `n = (k T + 2 S) / S`, and no more than `1 / S` from there on. With queues: what mean value analysis (Reiser and
 Lavenberg 1980) gives for a closed network of two links that trainers share evenly and `k T` of thinking, where some
-wait before the links are full. In the background there is no thinking, all train on, and the gap is `(n + 1) S / T`
-iterations.
+wait before the links are full. It leaves out that an exchange waits for the slower of its servers, where links are not
+shared evenly: one server with the links of two is run beside them. In the background there is no thinking, all train
+on, and the gap is `(n + 1) S / T` iterations.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ BATCH = 64
 TRAINER_HOSTS = 4
 USABLE = 0.95  # of a link's rate, for what TCP carries
 MORE_SERVERS_FOR = ("EASGD every 5", "background EASGD")
+ALONE = "EASGD every 5"
+"""Is run on one server too, with the links of as many as the first number in one."""
 SHORTER = {"EASGD every 5": 3.0, "EASGD every 30": 1.0}
 """By what the steps of a run are divided, where each takes longer; 1.5 for the others."""
 
@@ -116,6 +119,10 @@ class Emulated:
     step_ms: float
     steps: int
 
+    def together(self, servers: int) -> "Emulated":
+        """With the links of so many servers in one."""
+        return replace(self, rate=f"{servers * bits_per_second(self.rate) / 1e6:g}mbit")
+
     def name(self, cell: Cell) -> str:
         """Of a run."""
         what = f"{cell.method} on {cell.dense_servers} with {cell.trainers:02}"
@@ -133,6 +140,7 @@ def grid(trainers: Sequence[int], servers: Sequence[int]) -> Iterator[list[Cell]
     for place, count in itertools.product(range(len(servers)), trainers):
         methods = METHODS if place == 0 else MORE_SERVERS_FOR
         yield [Cell(count, servers[place], method) for method in methods if count in COUNTS.get(method, trainers)]
+    yield from ([Cell(count, 1, ALONE)] for count in trainers if servers[0] > 1)
 
 
 def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]:
@@ -302,7 +310,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         (
             row["method"],
-            *(row["dense_servers"] if row["method"] in K else "-", row["trainers"], f"{row['eps']:,.0f}"),
+            *(_servers(row), row["trainers"], f"{row['eps']:,.0f}"),
             *(_share(linear(rows, row)), *(_share(predicted_share(row, queues)) for queues in (False, True))),
             *(_number(row["gap"]), _number(predicted_gap(row)), _number(row["auc"], 4), f"{row['load']:.1f}"),
         )
@@ -311,6 +319,10 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ["emulated", "servers", "trainers", "examples/s", "of linear", "law", "with queues"]
     head += ["gap", "law", "AUC", "load"]
     return table(head, lines)
+
+
+def _servers(row: Mapping[str, Any]) -> str:
+    return f"{row['dense_servers']} at {row['rate']}" if row["method"] in K else "-"
 
 
 def _share(value: float | None) -> str:
@@ -373,7 +385,9 @@ def main() -> None:
     kept = Cells(arguments.out)
     emulated = Emulated(arguments.rate, arguments.step_ms, arguments.steps)
     for cells in () if arguments.report else grid(arguments.trainers, arguments.servers):
-        run_group(cells, emulated, kept, arguments.overrides)
+        alone = cells[0].dense_servers == 1 < arguments.servers[0]
+        used = emulated.together(arguments.servers[0]) if alone else emulated
+        run_group(cells, used, kept, arguments.overrides)
     rows = kept.all()
     print("\n".join(describe()), report(rows), sep="\n\n")
     if arguments.picture is not None:

@@ -28,10 +28,18 @@ def row(method: str, trainers: int, **changes: Any) -> dict[str, Any]:
 
 def test_every_method_runs_on_the_first_number_of_servers_and_some_on_the_others() -> None:
     groups = list(scaling.grid([1, 10], [2, 4]))
-    assert [len(cells) for cells in groups] == [5, 2, 2, 2]
+    assert [len(cells) for cells in groups] == [5, 2, 2, 2, 1, 1]
     assert all(len({(cell.trainers, cell.dense_servers) for cell in cells}) == 1 for cells in groups)
-    assert groups[-1] == [Cell(10, 4, "EASGD every 5"), Cell(10, 4, "background EASGD")]
-    assert len({EMULATED.name(cell) for cells in groups for cell in cells}) == 11
+    assert groups[3] == [Cell(10, 4, "EASGD every 5"), Cell(10, 4, "background EASGD")]
+    assert len({EMULATED.name(cell) for cells in groups for cell in cells}) == 13
+
+
+def test_one_server_has_the_links_of_two_and_the_same_law() -> None:
+    alone = EMULATED.together(2)
+    assert alone.rate == "120mbit"
+    two, one = Cell(10, 2, "EASGD every 5"), Cell(10, 1, "EASGD every 5")
+    assert scaling.cycle_s(one, alone) == pytest.approx(scaling.cycle_s(two, EMULATED))
+    assert alone.name(one) != EMULATED.name(one)
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 4, 6, 16])
@@ -128,6 +136,22 @@ def test_the_table_and_the_picture_are_made_from_the_files(
     monkeypatch.setattr(sys, "argv", ["s", "--out", str(tmp_path / "cells"), "--report", "--picture", str(picture)])
     scaling.main()
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["EASGD", "every", "5", "2", "16", "3,840", "38%", "50%", "45%", "5.0", "5.0", "0.8000", "1.0"] in said
+    assert [
+        "EASGD",
+        "every",
+        "5",
+        "2",
+        "at",
+        "60mbit",
+        "16",
+        "3,840",
+        "38%",
+        "50%",
+        "45%",
+        "5.0",
+        "5.0",
+        "0.8000",
+        "1.0",
+    ] in said
     assert ["background", "MA", "-", "2", "640", "-", "-", "-", "-", "-", "0.8000", "1.0"] in said
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -80,12 +80,15 @@ QUANTILES = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's t at 97.5 %, from one degree of freedom on."""
 
 
+def _quantile(freedom: int) -> float:
+    return QUANTILES[min(freedom, len(QUANTILES)) - 1]
+
+
 def interval(values: Sequence[float]) -> float | None:
     """Half the width of the mean's interval of 95 %; None of a single value."""
     if len(values) < 2:
         return None
-    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
-    return quantile * statistics.stdev(values) / len(values) ** 0.5
+    return _quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
 
 
 def unpaired(first: Sequence[float], second: Sequence[float]) -> str:
@@ -99,7 +102,7 @@ def unpaired(first: Sequence[float], second: Sequence[float]) -> str:
         return told
     lost = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
     free = max(1, int(sum(parts) ** 2 / lost))  # Welch and Satterthwaite
-    return f"{told} ±{QUANTILES[min(free, len(QUANTILES)) - 1] * sum(parts) ** 0.5:.4f}"
+    return f"{told} ±{_quantile(free) * sum(parts) ** 0.5:.4f}"
 
 
 def with_interval(values: Sequence[float], signed: bool = False, digits: int = 4) -> str:

@@ -26,6 +26,7 @@ on, and the gap is `(n + 1) S / T` iterations.
 """
 
 import argparse
+import functools
 import itertools
 import sys
 import tempfile
@@ -135,12 +136,14 @@ def apart(step_ms: float, longest: float) -> str:
     return f"train.stragglers={first};share=0.5,slow=1-1.5,for_s=0.1,seed=1"
 
 
-def grid(trainers: Sequence[int], servers: Sequence[int]) -> Iterator[list[Cell]]:
-    """All runs, those that share a testbed together; not every method is run on more servers than the first."""
+def grid(trainers: Sequence[int], servers: Sequence[int], emulated: Emulated) -> Iterator[tuple[list[Cell], Emulated]]:
+    """All runs, those that share a testbed together, with what is emulated; not every method is run on more servers
+    than the first."""
     for place, count in itertools.product(range(len(servers)), trainers):
         methods = METHODS if place == 0 else MORE_SERVERS_FOR
-        yield [Cell(count, servers[place], method) for method in methods if count in COUNTS.get(method, trainers)]
-    yield from ([Cell(count, 1, ALONE)] for count in trainers if servers[0] > 1)
+        chosen = [method for method in methods if count in COUNTS.get(method, trainers)]
+        yield [Cell(count, servers[place], method) for method in chosen], emulated
+    yield from (([Cell(count, 1, ALONE)], emulated.together(servers[0])) for count in trainers if servers[0] > 1)
 
 
 def layout(trainers: int, dense_servers: int) -> tuple[list[RayNode], list[int]]:
@@ -237,6 +240,7 @@ def steady_rate(points: Sequence[tuple[float, int]], total: int) -> float | None
     return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
 
 
+@functools.cache
 def dense_bytes() -> int:
     """`|w|` of the model, float32."""
     config = load(None, TASK)
@@ -384,9 +388,7 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = Cells(arguments.out)
     emulated = Emulated(arguments.rate, arguments.step_ms, arguments.steps)
-    for cells in () if arguments.report else grid(arguments.trainers, arguments.servers):
-        alone = cells[0].dense_servers == 1 < arguments.servers[0]
-        used = emulated.together(arguments.servers[0]) if alone else emulated
+    for cells, used in () if arguments.report else grid(arguments.trainers, arguments.servers, emulated):
         run_group(cells, used, kept, arguments.overrides)
     rows = kept.all()
     print("\n".join(describe()), report(rows), sep="\n\n")

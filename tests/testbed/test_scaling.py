@@ -27,7 +27,7 @@ def row(method: str, trainers: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_every_method_runs_on_the_first_number_of_servers_and_some_on_the_others() -> None:
-    groups = list(scaling.grid([1, 10], [2, 4]))
+    groups = [cells for cells, _ in scaling.grid([1, 10], [2, 4], EMULATED)]
     assert [len(cells) for cells in groups] == [5, 2, 2, 2, 1, 1]
     assert all(len({(cell.trainers, cell.dense_servers) for cell in cells}) == 1 for cells in groups)
     assert groups[3] == [Cell(10, 4, "EASGD every 5"), Cell(10, 4, "background EASGD")]
@@ -87,9 +87,9 @@ def test_the_dense_part_is_weighed() -> None:
 
 
 def test_the_configuration_of_every_run_is_accepted() -> None:
-    for cells in scaling.grid([20], [2, 4]):
+    for cells, used in scaling.grid([20], [2, 4], EMULATED):
         for cell in cells:
-            config = load(None, ["cluster.runtime=ray", *scaling.overrides(cell, EMULATED)])
+            config = load(None, ["cluster.runtime=ray", *scaling.overrides(cell, used)])
             choices = choose_all(config, own_model=False)
             assert config.cluster.dense_servers == (cell.dense_servers if choices.method.centralised else 1)
             assert config.train.trainers == 20

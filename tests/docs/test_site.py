@@ -89,8 +89,6 @@ def test_a_link_that_leads_nowhere_ends_the_build_of_the_site(tmp_path: Path) ->
         place(ROOT / name, tmp_path / name)
     (command,) = re.findall(r"\$\(BIN\)/(mkdocs build .*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
     words = [sys.executable, "-m", *shlex.split(command)]
-    whole = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
-    assert whole.returncode == 0, whole.stderr[-3000:]
     with (tmp_path / "docs" / "keys.md").open("a", encoding="utf-8") as page:
         page.write("\n[nowhere](nowhere.md)\n")
     broken = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)

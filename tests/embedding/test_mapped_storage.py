@@ -167,19 +167,24 @@ def test_few_slots_and_many_threads(tmp_path: Path) -> None:
 
 
 PROGRAM = """if True:
-    import sys, torch
+    import os, sys, torch
     sys.path[:0] = {path!r}
     from pathlib import Path
     from test_mapped_storage import shared_server
     from shadowsync.memory.shared import SharedMemory
-    server, first = shared_server(SharedMemory.open({memory!r}), Path({folder!r})), {first}
-    draw = torch.Generator().manual_seed(first)
-    print("ready", flush=True)
-    for turn in range(10**9):
-        rows = (torch.randperm(500, generator=draw)[:30] * 2 + first).sort().values
-        server._storage.read_rows(rows)
-        with server._gate:
-            server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
+    mother = os.getpid()
+    for _ in sys.stdin:  # a line for each process that is to step, until it is killed
+        if child := os.fork():
+            os.waitpid(child, 0)
+            continue
+        server = shared_server(SharedMemory.open({memory!r}), Path({folder!r}))
+        draw = torch.Generator().manual_seed(1)
+        print(os.getpid(), flush=True)
+        while os.getppid() == mother:
+            rows = (torch.randperm(500, generator=draw)[:30] * 2 + 1).sort().values
+            server._storage.read_rows(rows)
+            with server._gate:
+                server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
 """
 KILLS = 6
 
@@ -198,21 +203,25 @@ def test_who_is_killed_while_rows_move_takes_nothing_of_others_along(tmp_path: P
     memory = SharedMemory.create(size, "rows", file)
     server, steps = shared_server(memory, tmp_path), torch.zeros(1000)
     draw = torch.Generator().manual_seed(5)
-    for _ in range(KILLS):
-        program = PROGRAM.format(
-            path=[str(Path(__file__).parent), *sys.path], memory=memory.path, folder=str(tmp_path), first=1
-        )
-        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert other.stdout is not None
-        assert other.stdout.readline() == "ready\n"
-        for _ in range(60):
-            rows = (torch.randperm(500, generator=draw)[:30] * 2).sort().values
-            server._storage.read_rows(rows)
-            with server._gate:
-                server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
-            steps[rows] += 1
-        other.send_signal(signal.SIGKILL)
-        other.communicate()
+    program = PROGRAM.format(path=[str(Path(__file__).parent), *sys.path], memory=memory.path, folder=str(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as others:
+        assert others.stdin is not None
+        assert others.stdout is not None
+        try:
+            for _ in range(KILLS):
+                others.stdin.write("another\n")
+                other = int(others.stdout.readline())
+                for _ in range(60):
+                    rows = (torch.randperm(500, generator=draw)[:30] * 2).sort().values
+                    server._storage.read_rows(rows)
+                    with server._gate:
+                        server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
+                    steps[rows] += 1
+                os.kill(other, signal.SIGKILL)
+        finally:
+            others.kill()
     found = server.copy_rows(0, range(1000))["weight"]
     assert torch.equal(found[::2], -steps[::2, None].expand(500, 4))
     odd = found[1::2]

@@ -54,9 +54,9 @@ def assert_alike(one: Path, other: Path) -> None:
 def test_a_job_equals_one_with_all_rows_in_memory(
     tmp_path: Path, runtime: str, optimizer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = {"runtime": runtime}
     for name, embedding in (("mapped", MAPPED), ("torch", TORCH)):
         given = {**embedding, "optimizer": optimizer, "servers": 2}
+        cluster = {"runtime": runtime if name == "mapped" else "inprocess"}
         result = Job(config_of(tmp_path, given, cluster=cluster), out=tmp_path / name).run()
         assert (result.stored is not None) == (name == "mapped")
         if result.stored is not None:

@@ -30,24 +30,25 @@ from namespaces import bits_per_second
 from scaling import BACK_TO_BACK, BATCH, PLACES, TASK, apart, layout, steady_rate
 from testbed import RayNode, Testbed
 
-BACKGROUND, EVERY_5 = ("sync.schedule=background", BACK_TO_BACK), ("sync.schedule=every_k", "sync.k=5")
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "MA, background": ("sync.method=ma", *BACKGROUND),
-    "DS-Sync, background": ("sync.method=ds_sync", *BACKGROUND),
-    "EASGD, background": ("sync.method=easgd", *BACKGROUND),
-    "MA every 5": ("sync.method=ma", *EVERY_5),
-    "DS-Sync every 5": ("sync.method=ds_sync", *EVERY_5),
+METHODS: Mapping[str, tuple[str, int]] = {
+    "MA, background": ("ma", 0),
+    "DS-Sync, background": ("ds_sync", 0),
+    "EASGD, background": ("easgd", 0),
+    "MA every 5": ("ma", 5),
+    "DS-Sync every 5": ("ds_sync", 5),
 }
-K: Mapping[str, int] = {"MA every 5": 5, "DS-Sync every 5": 5}
+"""The method, and in the foreground after how many iterations."""
 
 
 def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One run's figures."""
+    name, k = METHODS[method]
+    schedule = ("sync.schedule=every_k", f"sync.k={k}") if k else ("sync.schedule=background", BACK_TO_BACK)
     overrides = [
-        *(*TASK, *METHODS[method], f"data.rows={given.trainers * given.steps * BATCH}"),
+        *(*TASK, f"sync.method={name}", *schedule, f"data.rows={given.trainers * given.steps * BATCH}"),
         *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
         *("cluster.dense_servers=1", *PLACES),
-        *(f"train.seed={seed}", apart(given.step_ms, K.get(method, 0) + 1)),
+        *(f"train.seed={seed}", apart(given.step_ms, k + 1)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

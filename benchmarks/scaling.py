@@ -78,7 +78,6 @@ TASK = (
     *(
         "data.test_rows=50000",
         "data.slice_rows=256",
-        "train.warmup_samples=0",
         "train.workers=1",
         "embedding.servers=1",
         "model.embedding_dim=2",

@@ -1,6 +1,6 @@
 """Switches between synchronous training and `gba` (arXiv 2205.11048) on several hosts, with nothing re-tuned.
 
-    python benchmarks/switching_hosts.py --out FOLDER [--seeds 3] [--rate 1gbit]
+    python benchmarks/switching_hosts.py --out FOLDER [--seeds 5] [--rate 1gbit]
     … --report      prints the table of what has been run so far
 
 Three hosts of the testbed, a Ray node in each, train the demo once through: four trainers, two embedding and two dense
@@ -130,7 +130,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rate", default="1gbit", help="of each host's link")
     parser.add_argument("--step-ms", type=float, default=40.0, help="of a trainer's step, at the least")
     run_and_report(parser, run_all, report)

@@ -220,6 +220,8 @@ def test_who_is_killed_while_rows_move_takes_nothing_of_others_along(tmp_path: P
                         server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
                     steps[rows] += 1
                 os.kill(other, signal.SIGKILL)
+            others.stdin.close()
+            others.wait(60)  # it has waited for who was killed last
         finally:
             others.kill()
     found = server.copy_rows(0, range(1000))["weight"]

@@ -170,7 +170,7 @@ PROGRAM = """if True:
     import os, sys, torch
     sys.path[:0] = {path!r}
     from pathlib import Path
-    from test_mapped_storage import shared_server
+    from test_mapped_storage import shared_server, step_some
     from shadowsync.memory.shared import SharedMemory
     mother = os.getpid()
     for _ in sys.stdin:  # a line for each process that is to step, until it is killed
@@ -181,10 +181,7 @@ PROGRAM = """if True:
         draw = torch.Generator().manual_seed(1)
         print(os.getpid(), flush=True)
         while os.getppid() == mother:
-            rows = (torch.randperm(500, generator=draw)[:30] * 2 + 1).sort().values
-            server._storage.read_rows(rows)
-            with server._gate:
-                server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
+            step_some(server, 1, draw)
 """
 KILLS = 6
 
@@ -192,6 +189,15 @@ KILLS = 6
 def shared_server(memory: SharedMemory, folder: Path) -> EmbeddingServer:
     shards = whole([table("t", 1000, 4)])
     return EmbeddingServer(shards, MappedStorage, SGD, None, memory=memory, disk=on(folder, 120, 1000))
+
+
+def step_some(server: EmbeddingServer, first: int, draw: torch.Generator) -> torch.Tensor:
+    """Of every second row from that one on; returns which."""
+    rows = (torch.randperm(500, generator=draw)[:30] * 2 + first).sort().values
+    server._storage.read_rows(rows)
+    with server._gate:
+        server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
+    return rows
 
 
 def test_who_is_killed_while_rows_move_takes_nothing_of_others_along(tmp_path: Path) -> None:
@@ -214,11 +220,7 @@ def test_who_is_killed_while_rows_move_takes_nothing_of_others_along(tmp_path: P
                 others.stdin.write("another\n")
                 other = int(others.stdout.readline())
                 for _ in range(60):
-                    rows = (torch.randperm(500, generator=draw)[:30] * 2).sort().values
-                    server._storage.read_rows(rows)
-                    with server._gate:
-                        server._storage.step_rows(rows, [torch.ones(30, 4)], [0], 1.0)
-                    steps[rows] += 1
+                    steps[step_some(server, 0, draw)] += 1
                 os.kill(other, signal.SIGKILL)
             others.stdin.close()
             others.wait(60)  # it has waited for who was killed last

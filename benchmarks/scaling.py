@@ -50,14 +50,15 @@ from testbed import RayNode, Testbed
 
 BACK_TO_BACK = "sync.max_share=1"
 """As in the paper: the network alone sets the pace."""
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "background EASGD": ("sync.method=easgd", "sync.schedule=background", BACK_TO_BACK),
-    "EASGD every 5": ("sync.method=easgd", "sync.schedule=every_k", "sync.k=5"),
-    "EASGD every 30": ("sync.method=easgd", "sync.schedule=every_k", "sync.k=30"),
-    "background MA": ("sync.method=ma", "sync.schedule=background", BACK_TO_BACK),
-    "background BMUF": ("sync.method=bmuf", "sync.schedule=background", BACK_TO_BACK),
+METHODS: Mapping[str, tuple[str, int]] = {
+    "background EASGD": ("easgd", 0),
+    "EASGD every 5": ("easgd", 5),
+    "EASGD every 30": ("easgd", 30),
+    "background MA": ("ma", 0),
+    "background BMUF": ("bmuf", 0),
 }
-K: Mapping[str, int] = {"background EASGD": 0, "EASGD every 5": 5, "EASGD every 30": 30}
+"""The method, and in the foreground after how many iterations."""
+K: Mapping[str, int] = {name: k for name, (method, k) in METHODS.items() if method == "easgd"}
 """Iterations between two exchanges that nobody waits for, of methods that the law covers."""
 COUNTS: Mapping[str, Sequence[int]] = {
     "EASGD every 30": (1, 20),
@@ -129,6 +130,12 @@ class Emulated:
         return f"{what}, {self.rate}, {self.step_ms:g} ms x {self.steps}".replace(" ", "-")
 
 
+def synchronised(method: str, k: int) -> tuple[str, ...]:
+    """Overrides of one of `METHODS`."""
+    schedule = ("sync.schedule=every_k", f"sync.k={k}") if k else ("sync.schedule=background", BACK_TO_BACK)
+    return f"sync.method={method}", *schedule
+
+
 def apart(step_ms: float, longest: float) -> str:
     """How steps differ, so that trainers do not stay together: the first is up to so many times longer."""
     first = f"share=1,slow=1-{longest:.1f},for_s=1000,until_s={1.5e-3 * step_ms:g}"
@@ -175,7 +182,7 @@ def overrides(cell: Cell, emulated: Emulated) -> list[str]:
     """Of a run."""
     return [
         *TASK,
-        *METHODS[cell.method],
+        *synchronised(*METHODS[cell.method]),
         f"data.rows={cell.trainers * steps_of(cell, emulated) * BATCH}",
         f"train.trainers={cell.trainers}",
         f"train.batch_size={BATCH}",

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
 from machine import by_seed, commit, table, with_interval
 from namespaces import bits_per_second
-from scaling import BACK_TO_BACK, BATCH, PLACES, TASK, apart, layout, steady_rate
+from scaling import BATCH, PLACES, TASK, apart, layout, steady_rate, synchronised
 from testbed import RayNode, Testbed
 
 METHODS: Mapping[str, tuple[str, int]] = {
@@ -43,9 +43,8 @@ METHODS: Mapping[str, tuple[str, int]] = {
 def run(testbed: Testbed, method: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """One run's figures."""
     name, k = METHODS[method]
-    schedule = ("sync.schedule=every_k", f"sync.k={k}") if k else ("sync.schedule=background", BACK_TO_BACK)
     overrides = [
-        *(*TASK, f"sync.method={name}", *schedule, f"data.rows={given.trainers * given.steps * BATCH}"),
+        *(*TASK, *synchronised(name, k), f"data.rows={given.trainers * given.steps * BATCH}"),
         *(f"train.trainers={given.trainers}", f"train.batch_size={BATCH}", f"train.emulate_step_ms={given.step_ms:g}"),
         *("cluster.dense_servers=1", *PLACES),
         *(f"train.seed={seed}", apart(given.step_ms, k + 1)),

@@ -11,7 +11,16 @@ from torch import nn
 from shadowsync.aggregation.aggregator import Aggregation
 from shadowsync.aggregation.stragglers import parse_stragglers
 from shadowsync.compression.codec import Codec, in_vain
-from shadowsync.config import ClusterConfig, CodecConfig, Config, SyncConfig, TrainConfig, merge, parse
+from shadowsync.config import (
+    ClusterConfig,
+    CodecConfig,
+    Config,
+    SyncConfig,
+    TrainConfig,
+    merge,
+    parse,
+    source_called_like,
+)
 from shadowsync.data.labels import Task
 from shadowsync.data.source import Source
 from shadowsync.embedding.mapped_storage import MappedStorage
@@ -164,6 +173,7 @@ def resumed(stored: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     options of codecs, a number of dense servers and one of batches to accumulate that have no effect any more. What is
     given now all stays, so that it is refused where it has no effect.
     """
+    changed = _with_format(stored, changed)
     kept = _without_foreign_options(merge(_without_old_labels(stored, changed), changed, []))
     if kept.get("aggregation") and "accumulate" in kept.get("train", {}):
         kept = {**kept, "train": {key: value for key, value in kept["train"].items() if key != "accumulate"}}
@@ -171,6 +181,20 @@ def resumed(stored: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     if "dense_servers" not in (given if isinstance(given, Mapping) else {}) and _one_dense_server(parse(kept)):
         kept = {**kept, "cluster": {k: v for k, v in (kept.get("cluster") or {}).items() if k != "dense_servers"}}
     return merge(_without_idle_codecs(kept, changed.get("compression")), changed, [])
+
+
+def _with_format(stored: Mapping[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """With `data.name` where that is left open and files are given whose names say that they are of another format."""
+    data, now = stored.get("data"), changed.get("data")
+    if not (isinstance(data, Mapping) and isinstance(now, Mapping)) or "name" in now:
+        return changed
+    path, sources = now.get("path"), members("shadowsync.data", Source)
+    first = path[0] if isinstance(path, list) and path else path
+    before: tuple[str, ...] = getattr(sources.get(str(data.get("name"))), "endings", ())
+    if not isinstance(first, str) or not before or first.lower().endswith(before):
+        return changed
+    found = source_called_like(first, sources)
+    return changed if found is None else {**changed, "data": {**now, "name": found}}
 
 
 def _without_old_labels(stored: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

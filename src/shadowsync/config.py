@@ -546,13 +546,13 @@ def with_written(config: Config, given: dict[str, Any]) -> Config:
 def _source_of(path: str) -> str:
     """The source of files that are called so."""
     sources = MemberOf("shadowsync.data.source:Source").members()
-    if (found := _called_like(path, sources)) is not None:
+    if (found := source_called_like(path, sources)) is not None:
         return found
     taking = ", ".join(name for name, source in sources.items() if "path" in option_names(source))
     raise ConfigError(f"data.path={path} does not say by its ending what is in it: set data.name to one of {taking}")
 
 
-def _called_like(path: str, sources: Mapping[str, type[Any]]) -> str | None:
+def source_called_like(path: str, sources: Mapping[str, type[Any]]) -> str | None:
     """The source that reads files whose names end so, if there is one."""
     return next((n for n, one in sources.items() if path.lower().endswith(getattr(one, "endings", ()))), None)
 
@@ -637,7 +637,7 @@ def _unreadable(overrides: Sequence[str]) -> Iterator[None]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The nested dicts of a YAML file."""
     named = path.suffix.lower() in (".yaml", ".yml")  # so sources need not be loaded to know what it is
-    if not named and _called_like(path.name, MemberOf("shadowsync.data.source:Source").members()):
+    if not named and source_called_like(path.name, MemberOf("shadowsync.data.source:Source").members()):
         raise ConfigError(
             f"{path} is data and not a configuration: train on it with data.path={path}, or look at it with shadowsync "
             f"data inspect {path}"

@@ -294,6 +294,25 @@ def test_a_bad_row_is_named_or_skipped(tmp_path: Path, line: bytes, said: str, c
     assert skipping.place(skipping.slices(1000)[0], 30).endswith("row 32")
 
 
+def test_bad_rows_of_one_column_are_none_that_another_hides(tmp_path: Path) -> None:
+    path = text(tmp_path, "rows.csv", b'label\n"1\n"0\n')  # as missing, they are empty lines
+    with pytest.raises(DataError, match="price"):
+        opened(Csv, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.parquet", b"PAR1\x15\0\n\n", r"zero bytes: data\.name=parquet reads what is called so"),
+        ("rows.csv", "label,price\n1,0.5\n".encode("utf-16"), r"zero bytes$"),
+        ("rows.csv", b"PK\x03\x04\x14\0\n", r"zero bytes$"),
+    ],
+)
+def test_what_is_no_text_is_said_to_be_none(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=rf"{name}: is not text in UTF-8, its first line has {said}"):
+        opened(Csv, text(tmp_path, name, content))
+
+
 def test_many_bad_rows_are_all_found(tmp_path: Path) -> None:
     lines = [LINES[0], *(b"x" if k % 3 == 0 else LINES[1 + k % 40] for k in range(300))]
     source = opened(Csv, text(tmp_path, "rows.csv", b"\n".join(lines)), "skip", lists=LISTS)

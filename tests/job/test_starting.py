@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from wrapped_models import ByName, clicks_settings, write_clicks
 
 from shadowsync import Job, Trained, wrap
+from shadowsync.choices import resumed
 from shadowsync.config import merge
 from shadowsync.data.columns import Fit, Kinds, Vocabulary, declared
 from shadowsync.data.fitting import Learnt
@@ -207,6 +208,22 @@ def test_what_cannot_be_begun_with_is_one_sentence(tmp_path: Path) -> None:
     assert any("--from" in sentence for sentence in decided(tmp_path / "one"))
     own = Job(config, out=tmp_path / "two", start_from=tmp_path / "one")
     own.run()  # of another model rows are taken, the dense part begins anew
+
+
+@pytest.mark.parametrize(
+    ("before", "given", "name"),
+    [
+        ("parquet", {"path": "new.csv"}, "csv"),
+        ("csv", {"path": ["new.jsonl.gz", "newer.jsonl.gz"]}, "jsonl"),
+        ("csv", {"path": "new.csv", "name": "parquet"}, "parquet"),
+        ("csv", {"path": "new.tsv"}, "csv"),
+        ("csv", {"path": "folder"}, "csv"),
+        ("criteo", {"path": "day_1.tsv"}, "criteo"),
+    ],
+)
+def test_rows_of_another_format_are_read_by_what_they_are_called(before: str, given: dict[str, Any], name: str) -> None:
+    found = resumed({"data": {"name": before, "path": "old"}}, {"data": given})
+    assert found["data"] == {"name": name, "path": given["path"]}
 
 
 def learnt(values: list[str], kind: Vocabulary) -> Learnt:

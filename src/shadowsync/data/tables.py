@@ -121,9 +121,7 @@ class TableSource(TableOptions, FileOptions, Source):
     def at(self, path: str | tuple[str, ...]) -> Source:
         """The same columns in other files, in all of them, of the format that their names end in, else of this one.
         Nothing is trained there, so it does not matter when rows were."""
-        first = (path if isinstance(path, str) else path[0]).lower()
-        formats = members("shadowsync.data", TableSource).values()
-        kind = next((other for other in formats if first.endswith(other.endings)), type(self))
+        kind = format_of(path if isinstance(path, str) else path[0]) or type(self)
         options = {option.name: getattr(self, option.name) for option in fields(kind) if hasattr(self, option.name)}
         elsewhere: dict[str, Any] = {
             "path": path,
@@ -137,6 +135,12 @@ class TableSource(TableOptions, FileOptions, Source):
     @abstractmethod
     def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
         """The opened files, and the source with those options that were left open and that the files decided."""
+
+
+def format_of(path: str) -> "type[TableSource] | None":
+    """The source that reads files whose names end so, if there is one."""
+    formats = members("shadowsync.data", TableSource).values()
+    return next((one for one in formats if path.lower().endswith(one.endings)), None)
 
 
 class OpenTable(FileRows):

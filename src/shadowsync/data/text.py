@@ -13,10 +13,10 @@ import polars as pl
 from pydantic import Field
 
 from shadowsync.data.columns import Buckets, Fit, Ids
-from shadowsync.data.files import PANIC, Lines, Problem, bad_ones, open_lines
+from shadowsync.data.files import PANIC, File, Lines, Problem, bad_ones, open_lines
 from shadowsync.data.fitting import told_apart
 from shadowsync.data.folders import Found
-from shadowsync.data.tables import TableFile, TableSource
+from shadowsync.data.tables import TableFile, TableSource, format_of
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
 from shadowsync.serving import TEXTS
@@ -41,6 +41,20 @@ _WORDS: Mapping[pl.DataType, str] = {
     pl.List(pl.Int64()): "a list of integers",
     pl.List(pl.Float64()): "a list of numbers",
 }
+
+
+def _text(lines: Sequence[bytes]) -> bytes:
+    return b"\n".join(lines) + b"\n"
+
+
+def _opened(file: File) -> Lines:
+    lines = open_lines(file)
+    if b"\0" in lines.read(0, min(1, lines.count)):
+        named = format_of(file.path)
+        known = named is not None and not issubclass(named, TextSource)
+        hint = f": data.name={named.name} reads what is called so" if named is not None and known else ""
+        raise DataError(f"{file.path}: is not text in UTF-8, its first line has zero bytes{hint}")
+    return lines
 
 
 class TextFile(TableFile):
@@ -68,11 +82,11 @@ class TextFile(TableFile):
         if (frame := self._parsed(text, rows, columns)) is not None:
             return frame, ()
         lines = text.removesuffix(b"\n").split(b"\n")
-        bad = bad_ones(lines, lambda some: self._parsed(b"\n".join(some), len(some), columns) is not None)
+        bad = bad_ones(lines, lambda some: self._parsed(_text(some), len(some), columns) is not None)
         problems = [self._problem(row, lines[row], columns) for row in bad]
         for problem in problems:
             lines[problem.row] = self.source.nothing(self)
-        frame = self._parsed(b"\n".join(lines), rows, columns)
+        frame = self._parsed(_text(lines), rows, columns)
         assert frame is not None, "lines that can be parsed alone can be parsed together"
         return frame, problems
 
@@ -150,7 +164,7 @@ class TextSource(TableSource):
         """As they stand in a line, by column, or what is wrong with it whatever these hold."""
 
     def opened(self, files: Sequence[Found]) -> tuple[Self, Sequence[TableFile]]:
-        found = [(open_lines(file), folders) for file, folders in files]
+        found = [(_opened(file), folders) for file, folders in files]
         first = found[0][0]
         looked = self.look(first)
         for key in ("types", "lists") if self.learnt is None else ():  # a trained model's may be in no other rows

@@ -435,8 +435,8 @@ class Transforms:
 class Given(Cells):
     """A column as a caller gave it: a list or an array with a value, or a list of values, for each row.
 
-    Missing is None or pandas.NA, and among floats NaN, among times NaT. `form` says how values are told apart, as
-    `data.values.form_of` does of types.
+    Missing is None, pandas.NA or what an array masks, and among floats NaN, among times NaT. `form` says how values
+    are told apart, as `data.values.form_of` does of types.
     """
 
     def __init__(self, name: str, given: object, listed: bool | None) -> None:
@@ -493,8 +493,8 @@ def _flat(name: str, given: Any, listed: bool | None) -> tuple[Any, Ids | None]:
     """The values one after the other, and how many each row has, None where it has one."""
     flat: Any
     if hasattr(given, "__array__"):  # of other libraries, too
-        given = np.asarray(given)
-        given = given.tolist() if given.dtype == object else given
+        given = without_mask(given if isinstance(given, np.ma.MaskedArray) else np.asarray(given))
+        given = given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given
     if isinstance(given, np.ndarray):
         nested, flat = given.ndim > 1, given.reshape(-1)
         counts = np.full(len(given), given.size // max(len(given), 1))
@@ -516,6 +516,13 @@ def _flat(name: str, given: Any, listed: bool | None) -> tuple[Any, Ids | None]:
         has, takes = ("lists", "one value") if nested else ("single values", "a list")
         raise ValueError(f"column {name!r} holds {has}, and the model takes {takes} for each row")
     return flat, counts if nested else None
+
+
+def without_mask(values: Any) -> Any:
+    """With None, among times NaT, for what a masked array masks; anything else as it is."""
+    if not isinstance(values, np.ma.MaskedArray):
+        return values
+    return values.filled(values.dtype.type("NaT")) if values.dtype.kind in "mM" else values.tolist()
 
 
 def _without_na(values: Any) -> Any:

@@ -203,6 +203,12 @@ PLAIN: dict[str, tuple[Any, list[Any]]] = {
     "seconds": (np.array(["2024-01-01", "NaT"], dtype="M8[s]"), [LATER, None]),
     "hours": (np.array([24], dtype="m8[h]"), [datetime.timedelta(1)]),
     "days": (np.array(["2024-01-01"], dtype="M8[D]"), [LATER.date()]),
+    "masked": (np.ma.masked_array([7, 8], [True, False]), [None, 8]),
+    "masked days": (
+        np.ma.masked_array(np.array(["2023-01-01", "2024-01-01"], "M8[D]"), [True, False]),
+        [None, LATER.date()],
+    ),
+    "masked lists": (np.ma.masked_array([[1, 2]], [[False, True]]), [[1, None]]),
 }
 
 

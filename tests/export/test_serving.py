@@ -183,6 +183,21 @@ def test_what_pandas_calls_na_is_missing(tmp_path: Path) -> None:
     assert_same(served(source).prepare({**rows, "user": [pd.NA, 3]}), read(source))
 
 
+def test_what_an_array_masks_is_missing(tmp_path: Path) -> None:
+    frame = pl.DataFrame(
+        {"price": [1.5, None], "user": [None, 3], "tags": [[None, 2], [3, 4]], "day": [None, datetime.date(2024, 3, 1)]}
+    )
+    kinds = {"price": "dense", "user": "hash", "tags": "hash", "day": "hash"}
+    source = opened(tmp_path / "a.parquet", frame, columns=kinds)
+    rows = {
+        "price": np.ma.masked_array([1.5, 9.0], [False, True]),
+        "user": np.ma.masked_array([9, 3], [True, False]),
+        "tags": np.ma.masked_array([[9, 2], [3, 4]], [[True, False], [False, False]]),
+        "day": np.ma.masked_array(np.array(["2023-01-01", "2024-03-01"], dtype="M8[D]"), [True, False]),
+    }
+    assert_same(served(source).prepare(rows), read(source))
+
+
 @pytest.mark.parametrize(("labels", "shape"), [([], (0,)), (["click"], (0,)), (["click", "watched"], (0, 2))])
 def test_no_rows_have_a_column_for_each_of_several_labels(tmp_path: Path, labels: list[str], shape: object) -> None:
     source = opened(tmp_path / "a.parquet", {"user": ["a", "b"]}, columns={"user": "hash"})

@@ -22,6 +22,7 @@ from shadowsync.data.files import reading
 from shadowsync.data.values import LONG, is_list, value_type
 from shadowsync.data.writer import ROW_GROUP, writing_table
 from shadowsync.errors import ConfigError, DataError
+from shadowsync.serving import without_mask
 
 pa: Any = pyarrow  # has no types
 T = TypeVar("T")
@@ -260,6 +261,7 @@ def _series(name: str, values: Any) -> pl.Series:
     """A column; rows of a matrix are lists."""
     if isinstance(values, torch.Tensor):
         values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
+    values = without_mask(values)
     if isinstance(values, np.ndarray):
         if values.ndim not in (1, 2):
             raise ValueError(f"the column {name!r} is of {values.ndim} dimensions: one value or one list for each row")

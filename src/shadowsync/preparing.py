@@ -21,6 +21,7 @@ from shadowsync.data.looking import ROLES, Looks, look
 from shadowsync.data.source import Feature, Schema, Source
 from shadowsync.data.splits import Selected, open_parts
 from shadowsync.data.tables import OpenTable
+from shadowsync.data.values import shown_type
 from shadowsync.data.writer import as_yaml, replacing
 from shadowsync.errors import CheckpointError, ConfigError, DataError
 from shadowsync.registry import flow
@@ -202,7 +203,7 @@ def _table(looks: Looks, source: TableOptions) -> Table:
         bounds = ["" if bound is None else _short(bound) for bound in (one.low, one.high)]
         becomes = _declared(one.name, source) or (f"the {one.why}" if one.why in ROLES else f"left out: {one.why}")
         # column names are the data's: what looks like markup in them is none
-        shown.add_row(*map(Text, (one.name, str(one.type), distinct, f"{one.nulls:,}", *bounds, becomes)))
+        shown.add_row(*map(Text, (one.name, shown_type(one.type), distinct, f"{one.nulls:,}", *bounds, becomes)))
     for name in source.kinds.ids:  # crosses are no columns of the rows
         if all(name != one.name for one in looks.columns):
             shown.add_row(*map(Text, (name, "", "", "", "", "", _declared(name, source))))

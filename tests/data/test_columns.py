@@ -446,6 +446,9 @@ def test_declarations_that_do_not_fit(tmp_path: Path, options: dict[str, Any], s
     assert said in str(caught.value)
 
 
+ENUM = pl.Enum(["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("frame", "declared", "said"),
     [
@@ -457,6 +460,12 @@ def test_declarations_that_do_not_fit(tmp_path: Path, options: dict[str, Any], s
         ({"w": [b"a"]}, "hash", "holds Binary, it must hold text, whole numbers, booleans or dates, or lists of them"),
         ({"w": ["a"]}, "dense", "column 'w' (data.columns.w) holds String, it must hold one number per row"),
         ({"w": [[1.0]]}, "dense", "holds List(Float64), it must hold one number per row"),
+        ({"w": pl.Series(["a"], dtype=ENUM)}, "dense", "holds Enum of 2 values, it must hold one number per row"),
+        (
+            {"w": pl.Series([["a"]], dtype=pl.List(ENUM))},
+            "buckets",
+            "holds List(Enum of 2 values), it must hold numbers",
+        ),
         ({"w": ["a"]}, "buckets", "holds String, it must hold numbers or dates, or lists of them"),
         ({"w": [["a"]]}, {"kind": "cross", "of": ["w", "id"]}, "must hold one value per row, to be crossed"),
         ({"w": ["a"]}, {"kind": "cross", "of": ["w", "no"]}, "there is no column 'no' (data.columns.w)"),

@@ -21,7 +21,7 @@ from shadowsync.data.files import Problem
 from shadowsync.data.fitting import Learnt
 from shadowsync.data.labels import FAMILIES, Task, task_of
 from shadowsync.data.source import Feature, Pooling, Schema
-from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, minutes_of, value_type
+from shadowsync.data.values import SeriesCells, as_numpy, form_of, is_list, minutes_of, shown_type, value_type
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.registry import nearest
 from shadowsync.serving import NOTHING, Mask, Transforms, alike, indicator_of, told
@@ -265,9 +265,10 @@ class TableOptions:
                     for what, held in facts.items():
                         before, first = seen.setdefault((name, part, what), (held, number))
                         if held != before:  # its ids would differ
+                            there, elsewhere = tables[first]
                             raise DataError(
-                                f"{place}: column {part!r} holds {types[part]}, in {tables[first][1]} it holds "
-                                f"{tables[first][0][part]}: write all files with the same types"
+                                f"{place}: column {part!r} holds {shown_type(types[part])}, in {elsewhere} it holds "
+                                f"{shown_type(there[part])}: write all files with the same types"
                             )
         known = {name: values.known for name, values in self._learnt.values.items()}
         return Transforms({**self._learnt.described(), "weights": self.weights}, known, listed)
@@ -277,7 +278,7 @@ class TableOptions:
 
         def need(condition: bool, key: str, name: str, allowed: str) -> None:
             if not condition:
-                held = f"column {name!r} ({key}) holds {types[name]}"
+                held = f"column {name!r} ({key}) holds {shown_type(types[name])}"
                 raise DataError(f"{place}: {held}, it must hold {allowed}")
 
         def number(kind: object) -> bool:
@@ -287,8 +288,8 @@ class TableOptions:
             need(number(type_of(name, types, place, key)), key, name, "one number per row")
         if self.time is not None:
             held = type_of(self.time, types, place, "data.time")
-            told = held.is_numeric() or held in (pl.Date, pl.Datetime, pl.String)
-            need(told, "data.time", self.time, "dates, or seconds since 1970")
+            timed = held.is_numeric() or held in (pl.Date, pl.Datetime, pl.String)
+            need(timed, "data.time", self.time, "dates, or seconds since 1970")
         for name, kind in self.kinds.all():
             dense, parts = isinstance(kind, Dense), kind.parts(name)
             key = f"data.columns.{name}" if name in self.columns else "data.dense" if dense else "data.categorical"
@@ -301,8 +302,8 @@ class TableOptions:
                 trained = self._learnt.fit(part).form
                 if not dense and not alike(form_of(value), trained):
                     raise DataError(
-                        f"{place}: column {part!r} holds {held}, and the model was trained on {trained}: cast it, "
-                        "as its values would be others"
+                        f"{place}: column {part!r} holds {shown_type(held)}, and the model was trained on {trained}: "
+                        "cast it, as its values would be others"
                     )
             if name in self.pooling and self.learnt is None and name not in {*self.tables, *self.tables.values()}:
                 listed = is_list(types[parts[0]]) or types[parts[0]] == pl.Null

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from shadowsync.data.fitting import TrainingRows
-from shadowsync.data.values import form_of, is_list, value_type
+from shadowsync.data.values import form_of, is_list, shown_type, value_type
 from shadowsync.errors import DataError
 from shadowsync.registry import nearest
 
@@ -134,7 +134,7 @@ def _meaning(column: pl.Series, distinct: int | None) -> dict[str, Any] | str:
     """As `data.columns` declares it, or why it is left out."""
     kind, listed = value_type(column.dtype), is_list(column.dtype)
     if distinct is None:
-        return f"it holds {column.dtype}"
+        return f"it holds {shown_type(column.dtype)}"
     if distinct <= 1:
         return "it is empty" if distinct == 0 else "it holds one value only"
     if kind.is_float() or kind.is_decimal() or kind == pl.Duration:

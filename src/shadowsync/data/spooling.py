@@ -19,7 +19,7 @@ import torch
 
 from shadowsync.config import Config, with_data
 from shadowsync.data.files import reading
-from shadowsync.data.values import LONG, is_list, value_type
+from shadowsync.data.values import LONG, is_list, shown_type, value_type
 from shadowsync.data.writer import ROW_GROUP, writing_table
 from shadowsync.errors import ConfigError, DataError
 from shadowsync.serving import without_mask
@@ -136,13 +136,13 @@ class Given:
         common = {}
         for name in before or frame.columns:
             kind = frame.schema[name]
-            holds = f"{self.name}: batch {number} holds {kind} in the column {name!r}"
+            holds = f"{self.name}: batch {number} holds {shown_type(kind)} in the column {name!r}"
             if str(_innermost(kind)) in _NOT_KEPT:
                 raise DataError(f"{holds}: {_ALLOWED}")
             held = before.get(name, kind)
             either = _either(held, kind)
             if either is None or (fixed and either != held):
-                raise DataError(f"{holds}, those before it hold {held}: give all the same types")
+                raise DataError(f"{holds}, those before it hold {shown_type(held)}: give all the same types")
             common[name] = either
         return common
 

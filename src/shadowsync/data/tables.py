@@ -17,6 +17,7 @@ from shadowsync.data.files import File, FileOptions, FileRows, Problem
 from shadowsync.data.folders import Found, Wanted, chosen_files
 from shadowsync.data.frame import TableOptions, batch_of, type_of
 from shadowsync.data.source import OpenSource, Slice, Source
+from shadowsync.data.values import shown_type
 from shadowsync.errors import DataError
 from shadowsync.registry import members
 from shadowsync.serving import Mask
@@ -225,8 +226,10 @@ class Columns:
         for table in source.tables:
             for name in names:
                 if (kind := type_of(name, table.types, table.file.path, "--keep")) != self.types[name]:
-                    there = f"{self.types[name]} in {first.file.path}"
-                    raise DataError(f"{table.file.path}: column {name!r} (--keep) holds {kind}, but {there}")
+                    there = f"{shown_type(self.types[name])} in {first.file.path}"
+                    raise DataError(
+                        f"{table.file.path}: column {name!r} (--keep) holds {shown_type(kind)}, but {there}"
+                    )
 
     def take(self, rows: int) -> pl.DataFrame:
         """Of the next rows, which lie in one file."""

@@ -52,6 +52,15 @@ def value_type(kind: pl.DataType) -> pl.DataType:
     return inner
 
 
+def shown_type(kind: pl.DataType) -> str:
+    """A type in a message: as polars calls it, but of an Enum only how many values it has."""
+    if isinstance(kind, pl.Enum):
+        return f"Enum of {len(kind.categories)} values"
+    if isinstance(kind, pl.List):
+        return f"List({shown_type(value_type(kind))})"
+    return str(kind)
+
+
 def has_numbers(kind: pl.DataType) -> bool:
     """Whether `numbers` takes values of this type."""
     return kind.is_numeric() or kind.is_temporal() or kind in (pl.Boolean, pl.Null)

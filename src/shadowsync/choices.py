@@ -190,11 +190,10 @@ def _with_format(stored: Mapping[str, Any], changed: dict[str, Any]) -> dict[str
         return changed
     path, sources = now.get("path"), members("shadowsync.data", Source)
     first = path[0] if isinstance(path, list) and path else path
-    before: tuple[str, ...] = getattr(sources.get(str(data.get("name"))), "endings", ())
-    if not isinstance(first, str) or not before or first.lower().endswith(before):
+    found = source_called_like(first, sources) if isinstance(first, str) else None
+    if found is None or not getattr(sources.get(str(data.get("name"))), "endings", ()):  # or it reads files of any name
         return changed
-    found = source_called_like(first, sources)
-    return changed if found is None else {**changed, "data": {**now, "name": found}}
+    return {**changed, "data": {**now, "name": found}}
 
 
 def _without_old_labels(stored: dict[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

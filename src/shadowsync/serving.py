@@ -492,9 +492,10 @@ def _text(value: str | decimal.Decimal) -> str:
 def _flat(name: str, given: Any, listed: bool | None) -> tuple[Any, Ids | None]:
     """The values one after the other, and how many each row has, None where it has one."""
     flat: Any
+    given = without_mask(given)
     if hasattr(given, "__array__"):  # of other libraries, too
-        given = without_mask(given if isinstance(given, np.ma.MaskedArray) else np.asarray(given))
-        given = given.tolist() if isinstance(given, np.ndarray) and given.dtype == object else given
+        given = np.asarray(given)
+        given = given.tolist() if given.dtype == object else given
     if isinstance(given, np.ndarray):
         nested, flat = given.ndim > 1, given.reshape(-1)
         counts = np.full(len(given), given.size // max(len(given), 1))

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from pydantic import Field
 
+from shadowsync.config import source_called_like
 from shadowsync.data.batch import Batch
 from shadowsync.data.files import File, FileOptions, FileRows, Problem
 from shadowsync.data.folders import Found, Wanted, chosen_files
@@ -140,8 +141,9 @@ class TableSource(TableOptions, FileOptions, Source):
 
 def format_of(path: str) -> "type[TableSource] | None":
     """The source that reads files whose names end so, if there is one."""
-    formats = members("shadowsync.data", TableSource).values()
-    return next((one for one in formats if path.lower().endswith(one.endings)), None)
+    formats = members("shadowsync.data", TableSource)
+    name = source_called_like(path, formats)
+    return None if name is None else formats[name]
 
 
 class OpenTable(FileRows):

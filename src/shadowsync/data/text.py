@@ -51,8 +51,8 @@ def _opened(file: File) -> Lines:
     lines = open_lines(file)
     if b"\0" in lines.read(0, min(1, lines.count)):
         named = format_of(file.path)
-        known = named is not None and not issubclass(named, TextSource)
-        hint = f": data.name={named.name} reads what is called so" if named is not None and known else ""
+        other = None if named is None or issubclass(named, TextSource) else named.name
+        hint = "" if other is None else f": data.name={other} reads what is called so"
         raise DataError(f"{file.path}: is not text in UTF-8, its first line has zero bytes{hint}")
     return lines
 

@@ -69,15 +69,43 @@ def test_thresholds_are_refreshed_and_batches_may_differ_in_size():
     assert cut._state.refreshes == 2
 
 
-def test_in_eval_mode_nothing_happens():
-    cut, inputs = CompressedCut(keep=0.1), numbers((64, 30))
-    cut(inputs)
+def test_in_eval_mode_what_is_below_the_last_threshold_is_zero_and_nothing_is_counted():
+    cut, inputs = CompressedCut(keep=0.1, values="int8"), numbers((64, 30))
+    arrived = cut(inputs)
     counted, state = cut.forward_bytes, cut._state
     cut.eval()
-    assert cut(inputs) is inputs
+    assert torch.equal(cut(inputs), inputs * (arrived != 0))  # unrounded
+    assert torch.equal(cut(inputs[:3]), cut(inputs)[:3])  # each sample by itself, few or many
+    assert cut(inputs * float("nan")).isnan().all()
     assert (cut.forward_bytes, cut._state) == (counted, state)
     with torch.no_grad():
         assert cut.train()(inputs).count_nonzero() == 192
+
+
+@pytest.mark.parametrize("options", [{"keep": 1}, {"codec": "int8"}, {"keep": 0.1}], ids=str)
+def test_in_eval_mode_everything_passes_where_no_threshold_was_chosen(options):
+    cut, inputs = CompressedCut(**options), numbers((5, 30))
+    cut(inputs)  # fewer than 256 elements: all of them cross
+    assert torch.equal(cut.eval()(inputs), inputs)
+
+
+def test_thresholds_are_saved_with_the_model():
+    options = {"keep": 0.25, "scope": "group", "groups": (8, 24)}
+    cut, inputs = CompressedCut(**options), numbers((64, 32)) * torch.tensor([1e-3] * 8 + [1.0] * 24)
+    arrived = cut(inputs)
+    other = CompressedCut(**options)
+    other.load_state_dict(cut.state_dict())
+    assert torch.equal(other.eval()(inputs), arrived)
+    assert not CompressedCut("bf16").state_dict()
+
+
+def test_a_model_predicts_as_it_was_trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 512), CompressedCut(keep=0.05), nn.Linear(512, 1))
+    inputs = numbers((200, 8))
+    with torch.no_grad():
+        trained, predicted = model(inputs), model.eval()(inputs)
+    assert torch.equal(trained, predicted)
 
 
 def test_groups_have_thresholds_of_their_own():
@@ -199,7 +227,7 @@ def test_it_is_a_module_like_others():
     model = nn.Sequential(nn.Linear(4, 300), CompressedCut(keep=0.1), nn.Linear(300, 1))
     model(numbers((5, 4)))
     twin = copy.deepcopy(model)
-    assert set(model.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(model.state_dict()) == {"0.weight", "0.bias", "1.tau", "2.weight", "2.bias"}
     assert twin[1].forward_bytes == model[1].forward_bytes
     assert "keep=0.1" in repr(model)
 

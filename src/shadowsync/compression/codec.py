@@ -222,6 +222,11 @@ class Codec(ABC):
         `ConfigError` for an option that makes no sense there."""
         return self
 
+    def thresholds(self, state: Any) -> Tensor | None:
+        """The magnitudes `[G]`, by group, from which on elements cross after the message that left this state; None
+        where everything does."""
+        return None
+
     def restored(self, tensors: Mapping[str, Tensor]) -> Any:
         """The state whose `tensors()` these are; raises `ValueError` if they are none of a state of this codec."""
         if tensors:

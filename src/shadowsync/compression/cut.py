@@ -27,10 +27,11 @@ class CompressedCut(nn.Module):
     one sample. Without a mask (`bf16`, `int8`, `int4`) both ways are merely rounded, and the gradient passes straight
     through. What the wire would carry is counted; nothing is sent.
 
-    In eval mode tensors pass as they are: predictions see what was computed, and thresholds and counts stay. In
-    training mode they are compressed under `torch.no_grad()` too. Tensors may have any shape, and batches any size.
-    What the module remembers is no part of its `state_dict`: thresholds are chosen anew with the first batch. One
-    module belongs to one thread.
+    In eval mode what is below τ of the last training batch is zero too, as the layers behind have learnt from so few
+    elements, and would take all of them for a far larger sum; a prediction hangs on its own sample alone, so that
+    values are not rounded, and τ and counts stay. τ is a buffer, in the `state_dict`; training again begins with an
+    exact choice. In training mode tensors are compressed under `torch.no_grad()` too. They may have any shape, and
+    batches any size. One module belongs to one thread.
 
     Args:
         codec: a codec by name: `threshold`, `int8`, `int4`, `bf16`, `plain`.
@@ -43,6 +44,8 @@ class CompressedCut(nn.Module):
         forward_bytes, backward_bytes: sent so far in each direction.
         raw_bytes: what both would have been in fp32.
         kept_share: of the elements of the last batch that crossed.
+        tau: magnitude from which on elements pass in eval mode, 0 before any was chosen; `[C]` for C columns in groups,
+            None for codecs without a mask.
 
     Raises:
         ConfigError: there is no such codec or option, or groups that it has no use for.
@@ -62,9 +65,12 @@ class CompressedCut(nn.Module):
         self.kept_share = 1.0
         self._state: Any = None
         self._way_back: Any = None
+        self.tau: Tensor | None
+        tau = torch.zeros((sum(self.groups),) if self.groups else ())
+        self.register_buffer("tau", tau if self.codec.sparse else None)
 
     def forward(self, activations: Tensor) -> Tensor:
-        """`activations`, of any shape and floating type, as they arrive at the other side.
+        """`activations`, of any shape and floating type, as they arrive at the other side; in eval mode unrounded.
 
         Under `torch.compile` it runs as it is, between two graphs.
 
@@ -73,7 +79,9 @@ class CompressedCut(nn.Module):
                 (`plain` and `bf16` carry those), or numbers that float32 cannot hold.
             TypeError: they are no floating-point numbers.
         """
-        return self._cross(activations) if self.training else activations
+        if self.training:
+            return self._cross(activations)
+        return activations if self.tau is None else torch.where(activations.abs() < self.tau, 0, activations)
 
     @_disable_dynamo  # as torch.compiler.disable, which would load all of dynamo together with this file
     def _cross(self, activations: Tensor) -> Tensor:
@@ -91,6 +99,8 @@ class CompressedCut(nn.Module):
             activations = _single(activations, about)
             encoded = self.codec.encode(activations, self._state, self.groups)
         self._state = encoded.state
+        if self.tau is not None and (floors := self.codec.thresholds(encoded.state)) is not None:
+            self.tau.copy_(floors.repeat_interleave(torch.tensor(self.groups)) if self.groups else floors[0])
         self.forward_bytes += encoded.byte_count
         self.raw_bytes += FP32 * activations.numel()
         self.kept_share = 1.0 if encoded.kept is None else len(encoded.kept) / activations.numel()

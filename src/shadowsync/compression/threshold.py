@@ -303,6 +303,9 @@ class Threshold(Codec):
     def decode_under(self, frames: Sequence[Tensor], shape: tuple[int, ...], kept: Tensor | None) -> Tensor:
         return self.value_codec.decode_under(frames, shape, kept)
 
+    def thresholds(self, state: ThresholdState) -> Tensor | None:
+        return None if state.floors is None else torch.from_numpy(state.floors.view(np.float32))
+
     def restored(self, tensors: Mapping[str, Tensor]) -> ThresholdState | None:
         if not tensors:
             return None

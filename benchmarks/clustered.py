@@ -101,16 +101,22 @@ def run_and_report(
     parser: argparse.ArgumentParser,
     run_all: Callable[[argparse.Namespace, Cells], None],
     report: Callable[[Sequence[Mapping[str, Any]]], str],
+    picture: Callable[[Sequence[Mapping[str, Any]], Path], None] | None = None,
 ) -> None:
-    """A script's work: what is missing is run and kept in the folder `--out`, then all results are reported; with
-    `--report` nothing is run."""
+    """A script's work: what is missing is run and kept in the folder `--out`, then all results are reported, and drawn
+    where `--picture` says; with `--report` nothing is run."""
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--report", action="store_true")
+    if picture is not None:
+        parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     kept = Cells(given.out)
     if not given.report:
         run_all(given, kept)
-    print("\n".join(describe()), report(kept.all()), sep="\n\n")
+    rows = kept.all()
+    print("\n".join(describe()), report(rows), sep="\n\n")
+    if picture is not None and given.picture is not None and rows:
+        picture(rows, given.picture)
 
 
 def train_command(out: Path, overrides: Sequence[str]) -> list[str]:

@@ -190,14 +190,19 @@ def operating_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     header = ["way", "failures", "servers at once", "target PLS", "seeds", "PLS", "overhead", "AUC lost"]
     told = [table(header, lines)]
     plain = [key for key in found if key[0] == "vanilla"]
-    points = [(row["pls"], lost[key][seed]) for key in plain for seed, row in found[key].items()]
-    means = [
-        (statistics.fmean(r["pls"] for r in found[key].values()), statistics.fmean(lost[key].values())) for key in plain
-    ]
+    # the same failures at the same interval, whatever it was to be short enough for, are one point
+    points = {(*key[1:3], seed, row["pls"]): lost[key][seed] for key in plain for seed, row in found[key].items()}
+    means = {
+        (*key[1:3], statistics.fmean(row["pls"] for row in found[key].values())): statistics.fmean(lost[key].values())
+        for key in plain
+    }
     if len(means) > 2:
-        each, cells = (statistics.correlation(*zip(*pairs, strict=True)) for pairs in (points, means))
+        each, cells = (
+            statistics.correlation([key[-1] for key in pairs], list(pairs.values())) for pairs in (points, means)
+        )
         told.append(
-            f"r of PLS and AUC lost, without priorities: {each:.2f} of {len(points)} runs, {cells:.2f} of means"
+            f"r of PLS and AUC lost, without priorities: {each:.2f} of {len(points)} different runs, {cells:.2f} of "
+            f"{len(means)} means"
         )
     saved = []
     for key in found:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells, load_average, run_and_report
@@ -128,8 +129,12 @@ def run_all(given: argparse.Namespace, kept: Cells) -> None:
                     print(name, file=sys.stderr, flush=True)
 
 
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Medians over the rounds."""
+Figures = Mapping[tuple[str, int, str], Sequence[tuple[float, float, float]]]
+"""By tables, servers and placement, of each round: milliseconds of the busiest, over the mean, to a job's placement."""
+
+
+def figures_of(rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Of all rounds."""
     found: dict[tuple[str, int, str], list[tuple[float, float, float]]] = {}
     for row in rows:
         most = {way: max(seconds) / (row["batches"] - 1) for way, seconds in row["seconds"].items()}
@@ -137,13 +142,35 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
             spread = max(seconds) / (sum(seconds) / row["servers"])
             told = 1e3 * most[way], spread, most[way] / most["job"]
             found.setdefault((row["task"], row["servers"], way), []).append(told)
+    return found
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Medians over the rounds."""
     lines = []
-    for (task, servers, way), rounds in found.items():
+    for (task, servers, way), rounds in figures_of(rows).items():
         busiest, spread, slower = (statistics.median(values) for values in zip(*rounds, strict=True))
         figures = busiest, spread, max(values[1] for values in rounds), slower
         lines.append((task, servers, way, len(rounds), *(f"{figure:.2f}" for figure in figures)))
     header = ["tables", "servers", "placement", "rounds", "busiest, ms", "over the mean", "at worst", "to a job's"]
     return table(header, lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The busiest server over the mean, median over the rounds, a panel for each task, a group of bars per number of
+    servers."""
+    found = figures_of(rows)
+    tasks, counts, ways = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    figure = Figure(figsize=(6 * len(tasks), 4), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        for number, way in enumerate(ways):
+            spreads = [statistics.median(spread for _, spread, _ in found[task, count, way]) for count in counts]
+            places = [place + 0.8 * number / len(ways) for place in range(len(counts))]
+            axes.bar(places, [spread - 1 for spread in spreads], 0.8 / len(ways), bottom=1, label=way)
+        axes.set_xticks([place + 0.4 for place in range(len(counts))], [f"{count} servers" for count in counts])
+        axes.set(title=task, ylabel="busiest server over the mean")
+    figure.axes[-1].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -152,7 +179,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=40, help="of 1,024 samples; the first one is not timed")
-    run_and_report(parser, run_all, report)
+    run_and_report(parser, run_all, report, picture)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from shadowsync import Job
 from shadowsync.registry import members
 from shadowsync.sync.method import SyncMethod
@@ -39,6 +37,7 @@ from shadowsync.sync.method import SyncMethod
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
 from machine import by_seed, commit, describe, difference, table, with_interval
+from quality_pictures import of_hogwild, of_methods, of_parameters
 
 TASKS: dict[str, dict[str, Any]] = {
     "demo": {"data": {"name": "completejourney"}},
@@ -121,6 +120,7 @@ def hogwild(task: str, rows: int, seed: int) -> Iterator[Cell]:
 
 
 PARTS = {"methods": methods, "parameters": parameters, "hogwild": hogwild}
+PICTURES = {"methods": of_methods, "parameters": of_parameters, "hogwild": of_hogwild}
 
 
 def grid(arguments: argparse.Namespace) -> Iterator[Cell]:
@@ -250,31 +250,6 @@ def hogwild_table(found: Mapping[Way, Mapping[int, Mapping[str, Any]]]) -> str:
     return table(["workers of a trainer", "ELP", "examples/s, emulated", "of linear", "AUC", "to one worker"], lines)
 
 
-def picture(tasks: Sequence[str], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """AUC against the number of trainers, one panel per task, one line per method and schedule."""
-    figure = Figure(figsize=(6.5 * len(tasks), 5), layout="constrained")
-    colours = {"none": "#777777", "easgd": "#0b6bcb", "ma": "#c8552b", "bmuf": "#2e8b57"}
-    styles = {"-": ":", "background": "-", "every_k 5": "--", "every_k 30": "-.", "matched": (0, (1, 1))}
-    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        lines: dict[tuple[str, str], dict[int, list[float]]] = {}
-        for row in rows:
-            if (row["task"], row["workers"]) == (task, 1):
-                mine = lines.setdefault((row["method"], row["schedule"]), {})
-                mine.setdefault(row["trainers"], []).append(row["auc"])
-        for (method, schedule), points in lines.items():
-            counts = sorted(points)
-            means = [statistics.mean(points[count]) for count in counts]
-            label = method if schedule == "-" else f"{method}, {schedule}"
-            axes.plot(counts, means, color=colours[method], linestyle=styles[schedule], marker="o", ms=4, label=label)
-        axes.set(title=f"{task}: test AUC, mean over seeds", xlabel="trainers", xscale="log")
-        axes.set_xticks(
-            sorted({row["trainers"] for row in rows}), [str(n) for n in sorted({r["trainers"] for r in rows})]
-        )
-        axes.grid(alpha=0.3)
-    figure.axes[-1].legend(fontsize=7, loc="lower left")
-    figure.savefig(path, dpi=130)
-
-
 def main() -> None:
     """Runs the grid and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -283,7 +258,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=500_000, help="of a task, at most")
-    parser.add_argument("--picture", type=Path, help="of the methods")
+    parser.add_argument("--picture", type=Path, help="of the part")
     parser.add_argument("--beside", type=Path, nargs="*", default=[], help="folders of other runs to take cells from")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
@@ -296,7 +271,7 @@ def main() -> None:
     for task in tasks:
         show(arguments.part, task, [row for row in rows if row["task"] == task])
     if arguments.picture and tasks:
-        picture(tasks, rows, arguments.picture)
+        PICTURES[arguments.part](tasks, rows, arguments.picture)
 
 
 if __name__ == "__main__":

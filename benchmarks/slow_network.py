@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import WIRES, Cells, in_sentences, load_average, run_and_report, start_ray, train
 from machine import table, with_interval
@@ -93,35 +95,60 @@ def seconds_to(course: Sequence[Sequence[float]], ne: float) -> float:
     return next(seconds for seconds, found in course if found <= ne)
 
 
+Compared = tuple[Mapping[str, Any], float, float]
+"""A run, by how many percent less time it took than the plain one of its round, and what AUC it gained over that."""
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Compared]]:
+    """By rate and variant, the runs of all rounds."""
+    runs = {(row["rate"], row["round"], row["variant"]): row for row in rows if "probe" not in row}
+    found: dict[tuple[str, str], list[Compared]] = {}
+    for (rate, number, variant), row in runs.items():
+        if (plain := runs.get((rate, number, "plain"))) is not None:
+            target = max(row["course"][-1][1], plain["course"][-1][1])
+            less = 100 * (1 - seconds_to(row["course"], target) / seconds_to(plain["course"], target))
+            found.setdefault((rate, variant), []).append((row, less, row["auc"] - plain["auc"]))
+    return found
+
+
+def megabytes(row: Mapping[str, Any]) -> float:
+    """What crossed in a run."""
+    return float(sum(row["wire"]["bytes"].values())) / 1e6
+
+
 def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Of each variant over the rounds, each run against the plain one of its round."""
-    runs = {(row["rate"], row["round"], row["variant"]): row for row in rows if "probe" not in row}
     lines = []
-    for rate, variant in dict.fromkeys((rate, variant) for rate, _, variant in runs):
-        mine, shares, gains = [], [], []
-        for (other_rate, number, name), row in runs.items():
-            plain = runs.get((rate, number, "plain"))
-            if (other_rate, name) != (rate, variant) or plain is None:
-                continue
-            target = max(row["course"][-1][1], plain["course"][-1][1])
-            mine.append(row)
-            shares.append(100 * (1 - seconds_to(row["course"], target) / seconds_to(plain["course"], target)))
-            gains.append(row["auc"] - plain["auc"])
-        if mine:
-            sent = [sum(row["wire"]["raw_bytes"].values()) / sum(row["wire"]["bytes"].values()) for row in mine]
-            lines.append(
-                (
-                    *(rate, variant, len(mine), f"{statistics.median(row['eps'] for row in mine):,.0f}"),
-                    f"{statistics.median(row['seconds'] for row in mine):.1f}",
-                    with_interval(shares, digits=0) + " %",
-                    f"{statistics.fmean(sent):.1f}",
-                    *(f"{statistics.fmean(row[name] for row in mine):.4f}" for name in ("auc", "ne")),
-                    with_interval(gains, signed=True),
-                )
+    for (rate, variant), each in compared(rows).items():
+        mine, shares, gains = zip(*each, strict=True)
+        whole = [sum(row["wire"]["raw_bytes"].values()) / 1e6 / megabytes(row) for row in mine]
+        lines.append(
+            (
+                *(rate, variant, len(mine), f"{statistics.median(row['eps'] for row in mine):,.0f}"),
+                f"{statistics.median(row['seconds'] for row in mine):.1f}",
+                with_interval(shares, digits=0) + " %",
+                *(f"{statistics.fmean(map(megabytes, mine)):,.0f}", f"{statistics.fmean(whole):.1f}"),
+                *(f"{statistics.fmean(row[name] for row in mine):.4f}" for name in ("auc", "ne")),
+                with_interval(gains, signed=True),
             )
-    head = ["rate", "codecs", "rounds", "examples/s", "s", "less time to the same NE", "times fewer bytes", "AUC", "NE"]
-    head.append("AUC to plain")
-    return table(head, lines)
+        )
+    head = ["rate", "codecs", "rounds", "examples/s", "s", "less time to the same NE", "MB", "fewer than in fp32"]
+    return table([*head, "AUC", "NE", "AUC to plain"], lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Time to the same NE over what crossed, and AUC over that, a point for each run."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    time, quality = figure.subplots(1, 2, sharex=True)
+    for (rate, variant), each in compared(rows).items():
+        crossed = [megabytes(row) for row, *_ in each]
+        time.plot(crossed, [less for _, less, _ in each], "o", label=f"{variant}, {rate}")
+        quality.plot(crossed, [gain for *_, gain in each], "o")
+    time.set(xlabel="MB that crossed", ylabel="% less time to the same NE than plain")
+    quality.set(xlabel="MB that crossed", ylabel="AUC to plain")
+    quality.axhline(0, color="0.6", lw=0.8)
+    time.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def run_all(given: argparse.Namespace, kept: Cells) -> None:
@@ -141,7 +168,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=WIRES)
     parser.add_argument("--rate", help="of the links, instead of the one at which plain messages take half the time")
-    run_and_report(parser, run_all, result_table)
+    run_and_report(parser, run_all, result_table, picture)
 
 
 if __name__ == "__main__":

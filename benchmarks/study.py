@@ -6,9 +6,11 @@
     python benchmarks/study.py vouch NAME REASON               what has changed makes no difference to what is on record
 
 What has been run stands in `benchmarks/records/NAME`: a line of `runs.jsonl` for each run, and of `sessions.jsonl` for
-each time that some were added, with commit, processor and date. A table is as old as the oldest of these. Beside each
-experiment stand the files that its result hangs on (`depends`); where one of them has changed since, the table says so.
-Where somebody has looked and vouches for what was run before the change, it says that, and why.
+each time that some were added, with commit, processor and date: the commit is that of the code that was loaded when it
+began, where a run itself names the one that lay there when it ended. A table is as old as the oldest of these. Beside
+each experiment stand the files that its result hangs on (`depends`); where one of them or a default of training has
+changed since, the table says so. Where somebody has looked and vouches for what was run before the change, it says
+that, and why.
 
 Tables stand in the documentation between a line `<!-- study NAME -->` and `<!-- end NAME -->`.
 """
@@ -42,14 +44,19 @@ ENDING_S = 60.0
 """How long a script may take to end when it is told to."""
 LEARNS = (
     *(f"{CODE}training/{name}.py" for name in ("kernels", "losses", "optimizers", "replica", "worker")),
-    *(f"{CODE}models/dlrm.py", f"{CODE}embedding/optimizers.py"),
+    *(f"{CODE}models/{name}.py" for name in ("dlrm", "layers")),
+    *(f"{CODE}embedding/{name}.py" for name in ("optimizers", "server", "fbgemm_storage")),
 )
 """Of every result that is a quality."""
 SCHEDULES = "background", "every_k"
 AVERAGES = tuple(f"{CODE}sync/{name}.py" for name in ("ma", "bmuf", "all_reduce", *SCHEDULES))
-ELASTIC = tuple(f"{CODE}sync/{name}.py" for name in ("easgd", *SCHEDULES))
+ELASTIC = tuple(f"{CODE}sync/{name}.py" for name in ("easgd", "dense", *SCHEDULES))
 TRAINS = (*LEARNS, *AVERAGES, *ELASTIC)
 """Of every quality of replicas that are merged."""
+DEFAULTS = "docs/configuration.md"
+"""Says what every key is that an experiment leaves alone."""
+_SECTIONS = re.compile(r"(model|embedding|train|sync|aggregation|compression)\b")
+_DEFAULT = re.compile(r"\| `([^`]+)` \| .*? \| `([^`]*)` \|")
 THRESHOLDS = f"{CODE}compression", f"{CODE}training/pieces.py"
 """Of a dense part that crosses in part."""
 
@@ -80,8 +87,8 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         (*TRAINS, f"{CODE}models", f"{CODE}aggregation"),
     ),
     "quality": Experiment("quality.py", ("methods",), picture=True),
-    "parameters": Experiment("quality.py", ("parameters",), beside="quality"),
-    "hogwild": Experiment("quality.py", ("hogwild",), (*LEARNS, *ELASTIC)),
+    "parameters": Experiment("quality.py", ("parameters",), beside="quality", picture=True),
+    "hogwild": Experiment("quality.py", ("hogwild",), (*LEARNS, *ELASTIC), picture=True),
     "local_batches": Experiment("switching.py", ("--local",), (*LEARNS, f"{CODE}aggregation")),
     "switching": Experiment(
         "switching.py",
@@ -107,6 +114,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         "slow_network.py",
         depends=(*LEARNS, *ELASTIC, *THRESHOLDS, f"{CODE}rpc", f"{CODE}cluster/trainer.py"),
         root=True,
+        picture=True,
     ),
     "chaos": Experiment(
         "chaos.py",
@@ -120,7 +128,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "operating_point": Experiment(
         "partial_recovery.py",
         ("--operating",),
-        (*LEARNS, *ELASTIC, f"{CODE}recovery", f"{CODE}checkpoint/deltas.py"),
+        (
+            *LEARNS,
+            *ELASTIC,
+            *(f"{CODE}{part}" for part in ("recovery", "recovery_controller.py", "checkpoint/deltas.py")),
+        ),
+        picture=True,
     ),
     "slow_link": Experiment(
         "slow_link.py",
@@ -136,10 +149,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "placement": Experiment(
         "placement.py",
         depends=tuple(f"{CODE}embedding/{part}.py" for part in ("placement", "server", "fbgemm_storage", "client")),
+        picture=True,
     ),
     "scaling": Experiment(
         "scaling.py",
-        depends=(*AVERAGES, *ELASTIC, f"{CODE}sync/dense.py", f"{CODE}sync/averaging.py", f"{CODE}rpc"),
+        depends=(*AVERAGES, *ELASTIC, f"{CODE}sync/averaging.py", f"{CODE}rpc"),
         root=True,
         picture=True,
     ),
@@ -254,13 +268,36 @@ def _today() -> str:
     return str(datetime.datetime.now(datetime.UTC).date())
 
 
+def defaults_at(revision: str) -> dict[tuple[str, str], str]:
+    """Those that training hangs on, by section and key; empty where there were none yet."""
+    told = subprocess.run(
+        ["git", "show", f"{revision}:{DEFAULTS}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found, section = {}, ""
+    for line in told.stdout.splitlines():
+        if line.startswith("#"):
+            section = line.strip("# ")
+        elif _SECTIONS.match(section) and (default := _DEFAULT.match(line)):
+            found[section, default[1]] = default[2]
+    return found
+
+
 def changed_since(before: str, depends: Sequence[str]) -> list[str]:
-    """Commits since that one that changed one of these files, newest first, a line each."""
+    """What has changed since that commit: other defaults, and commits with one of these files, newest first; a line
+    each."""
     since = f"{before.rstrip('+')}..HEAD"
     told = subprocess.run(
         ["git", "log", "--format=%h %s", since, "--", *depends], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return told.stdout.splitlines() if not told.returncode else [f"{before} is not in this history"]
+    if told.returncode:
+        return [f"{before} is not in this history"]
+    old, new = defaults_at(before.rstrip("+")), defaults_at("HEAD")
+    other = [
+        f"{section}: {key} is {new[section, key]} by default, and was {default}"
+        for (section, key), default in old.items()
+        if new.get((section, key), default) != default
+    ]
+    return [*other, *told.stdout.splitlines()]
 
 
 def stale() -> Iterator[tuple[str, list[str]]]:
@@ -298,7 +335,7 @@ def table_of(name: str, old: Mapping[str, list[str]]) -> str:
             f"{voucher.reason}."
             for voucher in vouchers_of(name)
         ),
-        *([f"**Older than the code**, which has changed in {len(old[name])} commits since."] if name in old else []),
+        *([f"**Older than the code** (changes since: {len(old[name])})."] if name in old else []),
         f"```text\n{tables}\n```",
         *([f"![{name}](img/{name}.png)"] if EXPERIMENTS[name].picture else []),
     ]
@@ -349,7 +386,7 @@ def main() -> None:
         vouch(arguments.name, arguments.reason)
     else:
         for name, changes in stale():
-            print(f"{name}: {len(changes)} commits since, the last {changes[0]}")
+            print(f"{name}: {len(changes)} changes since, the first of them {changes[0]}")
 
 
 if __name__ == "__main__":

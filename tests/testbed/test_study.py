@@ -68,7 +68,24 @@ def test_a_table_is_written_in_its_place_and_says_when_its_code_has_changed(stud
     git(tmp_path, "commit", "-qam", "second")
     assert [(name, len(changes)) for name, changes in study.stale()] == [("one", 1)]
     study.write()
-    assert "**Older than the code**, which has changed in 1 commits since." in (tmp_path / "page.md").read_text()
+    assert "**Older than the code** (changes since: 1)." in (tmp_path / "page.md").read_text()
+
+
+def test_a_table_is_old_where_a_default_of_training_has_changed(study: ModuleType, tmp_path: Path) -> None:
+    """Not where a key is new or gone, or is none of training."""
+    page = tmp_path / "docs" / "configuration.md"
+    page.parent.mkdir()
+    page.write_text(
+        "## train\n| `lr` | float | `0.03` | rate |\n| `old` | int | `1` | |\n## report\n| `a` | int | `1` | |\n"
+    )
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "defaults")
+    study.run("one", float("inf"))
+    page.write_text(
+        "## train\n| `lr` | float | `0.005` | rate |\n| `new` | int | `1` | |\n## report\n| `a` | int | `2` | |\n"
+    )
+    git(tmp_path, "commit", "-qam", "another rate")
+    assert list(study.stale()) == [("one", ["train: lr is 0.005 by default, and was 0.03"])]
 
 
 def test_a_table_that_somebody_vouches_for_is_not_old_and_says_why(study: ModuleType, tmp_path: Path) -> None:

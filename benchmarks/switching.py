@@ -269,8 +269,8 @@ def result_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """AUC at the three moments, a panel for each task and direction, a line for each method and number of workers; with
-    the first model, in batches of one size."""
+    """AUC at the three moments, a panel for each task and direction, a line for each run, dashed where workers are more
+    than the batches of a step, dotted where some are slow at a time; with the first model, in batches of one size."""
     rows = [row for row in rows if row["task"]["model"] == MODEL and row["batch"] is None]
     rows = [row for row in rows if row["task"]["divided"] == DIVIDED]
     panels = sorted({(row["task"]["name"], row["task"]["optimizer"], row["back"]) for row in rows})
@@ -281,10 +281,13 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         for position, method in enumerate(METHODS):
             own = [row for row in mine if row["method"] == method and (method == "sync" or row["back"] == back)]
             for number, row in enumerate(own):
+                style = "--" if row["workers"] > PER_STEP else ":" if row["busy"] else "-"
                 label = method if number == 0 else None
-                axes.plot(MOMENTS, [row[m] for m in MOMENTS], "o-", color=f"C{position}", alpha=0.5, label=label)
+                course = [row[moment] for moment in MOMENTS]
+                axes.plot(MOMENTS, course, f"o{style}", color=f"C{position}", alpha=0.6, label=label)
         axes.set(title=f"{name}, {optimizer}: {'back to sync' if back else 'away from sync'}", ylabel="test AUC")
         axes.legend()
+    figure.suptitle(f"dashed: more than {PER_STEP} workers; dotted: stragglers")
     figure.savefig(path, dpi=130)
 
 

@@ -100,7 +100,8 @@ def owner(script: str) -> "subprocess.Popen[str]":
 
 HOLD = """
 t = Testbed(2)
-inner = t.run(1, ["sleep", "600"])
+inner = t.run(1, ["sh", "-c", "echo inside; exec sleep 600"], stdout=-1)
+inner.stdout.readline()
 print(t.folder, inner.pid, t._reaper.pid, flush=True)
 inner.wait()
 """

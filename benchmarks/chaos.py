@@ -27,9 +27,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train_command
+from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train_command
 from failures import KINDS, Chaos, Failure, RunFiles, schedules
-from machine import describe, table, unpaired
+from machine import table, unpaired
 from testbed import RayNode, Testbed
 
 HOSTS, EPOCHS = 3, 2
@@ -178,6 +178,11 @@ def _clean(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in rows if not row["failures"] and "error" not in row]
 
 
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """All tables."""
+    return "\n\n".join((runs_table(rows), against_undisturbed(rows), kinds_table(rows)))
+
+
 def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws when each failure struck, how long until it was noticed, and until all was back."""
     figure = Figure(figsize=(9, 0.6 + 0.24 * len(rows)), layout="constrained")
@@ -200,22 +205,12 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     """Runs what is missing and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--failures", type=int, default=2, help="in each run")
     parser.add_argument("--undisturbed", type=int, default=3, help="runs without any, to compare with")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--report", action="store_true")
     parser.add_argument("overrides", nargs="*", help="of every run")
-    arguments = parser.parse_args()
-    kept = Cells(arguments.out)
-    if not arguments.report:
-        run_all(arguments, kept)
-    rows = kept.all()
-    print("\n".join(describe()), runs_table(rows), against_undisturbed(rows), kinds_table(rows), sep="\n\n")
-    if arguments.picture is not None:
-        picture(rows, arguments.picture)
+    run_and_report(parser, run_all, report, picture)
 
 
 if __name__ == "__main__":

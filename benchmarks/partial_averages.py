@@ -6,8 +6,7 @@
 The two tasks of `quality.py`, batches of 128, four trainers in one process, model averaging in the foreground after
 every iteration (390 times), so that all send equally often and every part several times; and in the background, as
 often as it comes, where what is averaged is late, too. `keep` is what makes a threshold with its positions as long as a
-part without. A finished run is a line of FOLDER/runs.jsonl; started again,
-the script goes on where it stopped.
+part without. A finished run is a line of FOLDER/runs.jsonl; started again, the script goes on where it stopped.
 """
 
 import argparse

@@ -119,15 +119,19 @@ def hogwild(task: str, rows: int, seed: int) -> Iterator[Cell]:
         yield Cell(task, min(rows, HOGWILD_ROWS), 2, workers, "easgd", "background", seed, emulated=True)
 
 
-PARTS = {"methods": methods, "parameters": parameters, "hogwild": hogwild}
-PICTURES = {"methods": of_methods, "parameters": of_parameters, "hogwild": of_hogwild}
+PARTS = {
+    "methods": (methods, of_methods),
+    "parameters": (parameters, of_parameters),
+    "hogwild": (hogwild, of_hogwild),
+}
+"""Cells of a task and seed, and what draws them."""
 
 
 def grid(arguments: argparse.Namespace) -> Iterator[Cell]:
     """All runs of a part, seed by seed."""
     for seed, task in itertools.product(range(arguments.seeds), arguments.tasks):
         rows = min(arguments.rows, TASKS[task]["data"].get("rows", arguments.rows))
-        yield from PARTS[arguments.part](task, rows, seed)
+        yield from PARTS[arguments.part][0](task, rows, seed)
 
 
 def configuration(cell: Cell, matched_k: int) -> dict[str, Any]:
@@ -271,7 +275,7 @@ def main() -> None:
     for task in tasks:
         show(arguments.part, task, [row for row in rows if row["task"] == task])
     if arguments.picture and tasks:
-        PICTURES[arguments.part](tasks, rows, arguments.picture)
+        PARTS[arguments.part][1](tasks, rows, arguments.picture)
 
 
 if __name__ == "__main__":

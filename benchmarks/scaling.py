@@ -43,8 +43,8 @@ from shadowsync.config import load
 from shadowsync.report.files import read_frames
 
 sys.path.insert(0, str(Path(__file__).parent))
-from clustered import Cells, in_sentences, load_average, start_ray, train
-from machine import describe, table
+from clustered import Cells, in_sentences, load_average, run_and_report, start_ray, train
+from machine import table
 from namespaces import bits_per_second
 from testbed import RayNode, Testbed
 
@@ -376,10 +376,15 @@ def _trainers(row: Mapping[str, Any]) -> int:
     return int(row["trainers"])
 
 
+def run_all(given: argparse.Namespace, kept: Cells) -> None:
+    """What is missing, group by group."""
+    for cells, used in grid(given.trainers, given.servers, Emulated(given.rate, given.step_ms, given.steps)):
+        run_group(cells, used, kept, given.overrides)
+
+
 def main() -> None:
     """Runs what is missing and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trainers", type=int, nargs="+", default=[1, 5, 10, 15, 20])
     parser.add_argument(
         "--servers", type=int, nargs="+", default=[2, 4], help="dense servers; all methods on the first"
@@ -388,18 +393,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=1000.0, help="of an emulated step, the shortest")
     steps = "of each trainer; a third where it exchanges every 5, two thirds in the background"
     parser.add_argument("--steps", type=int, default=180, help=steps)
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--report", action="store_true")
     parser.add_argument("overrides", nargs="*", help="of every run")
-    arguments = parser.parse_args()
-    kept = Cells(arguments.out)
-    emulated = Emulated(arguments.rate, arguments.step_ms, arguments.steps)
-    for cells, used in () if arguments.report else grid(arguments.trainers, arguments.servers, emulated):
-        run_group(cells, used, kept, arguments.overrides)
-    rows = kept.all()
-    print("\n".join(describe()), report(rows), sep="\n\n")
-    if arguments.picture is not None:
-        picture(rows, arguments.picture)
+    run_and_report(parser, run_all, report, picture)
 
 
 if __name__ == "__main__":

@@ -282,32 +282,33 @@ def defaults_at(revision: str) -> dict[tuple[str, str], str]:
     return found
 
 
+def other_defaults(before: str, now: Mapping[tuple[str, str], str]) -> list[str]:
+    """Those of `now` that were others at that commit, a line each."""
+    return [
+        f"{section}: {key} is {now[section, key]} by default, and was {default}"
+        for (section, key), default in defaults_at(before.rstrip("+")).items()
+        if now.get((section, key), default) != default
+    ]
+
+
 def changed_since(before: str, depends: Sequence[str]) -> list[str]:
-    """What has changed since that commit: other defaults, and commits with one of these files, newest first; a line
-    each."""
+    """Commits since that one that changed one of these files, newest first, a line each."""
     since = f"{before.rstrip('+')}..HEAD"
     told = subprocess.run(
         ["git", "log", "--format=%h %s", since, "--", *depends], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    if told.returncode:
-        return [f"{before} is not in this history"]
-    old, new = defaults_at(before.rstrip("+")), defaults_at("HEAD")
-    other = [
-        f"{section}: {key} is {new[section, key]} by default, and was {default}"
-        for (section, key), default in old.items()
-        if new.get((section, key), default) != default
-    ]
-    return [*other, *told.stdout.splitlines()]
+    return told.stdout.splitlines() if not told.returncode else [f"{before} is not in this history"]
 
 
 def stale() -> Iterator[tuple[str, list[str]]]:
     """Experiments whose code has changed since the oldest of their runs, or since somebody vouched for them, and by
     what."""
+    now = defaults_at("HEAD")
     for name, experiment in EXPERIMENTS.items():
         if sessions := sessions_of(name):
             vouchers = vouchers_of(name)
             before = vouchers[-1].commit if vouchers else sessions[0].commit
-            if changes := changed_since(before, experiment.depends):
+            if changes := [*other_defaults(before, now), *changed_since(before, experiment.depends)]:
                 yield name, changes
 
 

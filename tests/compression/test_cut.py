@@ -70,8 +70,9 @@ def test_thresholds_are_refreshed_and_batches_may_differ_in_size():
 
 
 def test_in_eval_mode_what_is_below_the_last_threshold_is_zero_and_nothing_is_counted():
-    cut, inputs = CompressedCut(keep=0.1, values="int8"), numbers((64, 30))
-    arrived = cut(inputs)
+    cut, inputs = CompressedCut(keep=0.1, values="int8"), 1.5 * numbers((64, 30), 1)
+    cut(numbers((64, 30)))
+    arrived = cut(inputs)  # by a threshold that was corrected
     counted, state = cut.forward_bytes, cut._state
     cut.eval()
     assert torch.equal(cut(inputs), inputs * (arrived != 0))  # unrounded
@@ -79,7 +80,7 @@ def test_in_eval_mode_what_is_below_the_last_threshold_is_zero_and_nothing_is_co
     assert cut(inputs * float("nan")).isnan().all()
     assert (cut.forward_bytes, cut._state) == (counted, state)
     with torch.no_grad():
-        assert cut.train()(inputs).count_nonzero() == 192
+        assert 0 < cut.train()(inputs).count_nonzero() < inputs.numel()
 
 
 @pytest.mark.parametrize("options", [{"keep": 1}, {"codec": "int8"}, {"keep": 0.1}], ids=str)
@@ -97,6 +98,15 @@ def test_thresholds_are_saved_with_the_model():
     other.load_state_dict(cut.state_dict())
     assert torch.equal(other.eval()(inputs), arrived)
     assert not CompressedCut("bf16").state_dict()
+
+
+def test_a_model_that_was_saved_before_thresholds_were_is_loaded_without():
+    model = nn.Sequential(nn.Linear(8, 64), CompressedCut(keep=0.2))
+    saved = model.state_dict()
+    del saved["1.tau"]
+    model.load_state_dict(saved)
+    assert "1.tau" not in saved
+    assert model.eval()(inputs := numbers((50, 8))).equal(model[0](inputs))
 
 
 def test_a_model_predicts_as_it_was_trained():

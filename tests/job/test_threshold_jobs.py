@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from job_helpers import SMALL_DLRM, checkpoints, decided, fails, result_of, settings, write_rows
+from job_helpers import SMALL_DLRM, beside_own_model, checkpoints, decided, fails, result_of, settings, write_rows
 from safetensors.torch import load_file
 from test_gradient_methods import gradient_settings, weights
 from test_resume import SignalAt
+from torch import Tensor, nn
 
-from shadowsync import Job
+from shadowsync import CompressedCut, Job, Trained
 from shadowsync.compression.threshold import Threshold
 from shadowsync.errors import ConfigError
 from shadowsync.report.files import read_frames
@@ -297,3 +298,57 @@ def test_encoding_that_takes_up_the_time_of_the_shadow_is_told(
     Job(config, out=tmp_path / "out").run()
     told = decided(tmp_path / "out")
     assert [sentence.endswith("sync.max_share=0.15 keeps them together") for sentence in told] == [True] * said
+
+
+class Unsaved(CompressedCut):
+    """As it was before its thresholds were saved."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("tau", self.tau, persistent=False)
+
+
+class Cut(nn.Module):
+    """A model of a user's own in two stages."""
+
+    def __init__(self, kind: type[CompressedCut] = CompressedCut) -> None:
+        super().__init__()
+        self.bottom, self.cut, self.top = nn.Linear(2 + 3 * 4, 300), kind(keep=0.1), nn.Linear(300, 1)
+
+    def forward(self, dense: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        return self.top(self.cut(self.bottom(torch.cat([dense, *embeddings.values()], dim=1)))).squeeze(1)
+
+
+def config_of_a_cut(path: Path, method: str | None, **sections: Any) -> dict[str, Any]:
+    sections = {"train": {"batch_size": 8, "trainers": 2}, **sections}
+    sections |= {} if method is None else {"aggregation": {"global_batch": 16}}
+    return beside_own_model(
+        settings(path, path, **sections) if method is None else gradient_settings(path, method, **sections)
+    )
+
+
+@pytest.mark.parametrize("method", [None, "sync", "gba"])
+def test_a_cut_predicts_under_the_mask_that_it_was_trained_with(tmp_path: Path, method: str | None) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 96), tmp_path / "out"
+    result = Job(config_of_a_cut(data, method), model=Cut(), out=out).run()
+    assert result.test is not None
+    trained = Trained(out, model=Cut())
+    assert float(trained.module.cut.tau) > 0
+    assert trained.evaluate(data).ne == pytest.approx(result.test.ne, abs=1e-6)
+    trained.module.cut.tau.zero_()
+    assert trained.evaluate(data).ne != pytest.approx(result.test.ne, abs=1e-5)
+
+
+@pytest.mark.parametrize("method", [None, "gba"])
+def test_runs_from_before_a_cut_saved_its_thresholds_are_read_and_go_on(tmp_path: Path, method: str | None) -> None:
+    data, out = write_rows(tmp_path / "rows.parquet", 96), tmp_path / "out"
+    Job(config_of_a_cut(data, method), model=Cut(Unsaved), out=out).run()
+    trained = Trained(out, model=Cut())
+    assert not trained.module.cut.tau.any()
+    assert 0 < trained.evaluate(data).auc <= 1
+    again = config_of_a_cut(data, method, data={"epochs": 2})
+    for trainers in (2, 1):
+        again["train"]["trainers"] = trainers
+        rest = Job(again, model=Cut(), out=tmp_path / f"rest of {trainers}", resume=out).run()
+        assert rest.data.trained_samples == 2 * 96
+        assert Trained(tmp_path / f"rest of {trainers}", model=Cut()).module.cut.tau > 0

@@ -197,7 +197,8 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
     lost. Of another replica method than before each state is that at the start. Gradients that wait for a step are
-    lost where this job has each make one, and where that one had, none waits.
+    lost where this job has each make one, and where that one had, none waits. A buffer that modules did not have when
+    it was saved is the template's.
 
     `method` and `template`, a replica that is left as it is, are of the job that goes on. `CheckpointError` if the
     checkpoint is of another model or dense optimizer.
@@ -206,15 +207,15 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     needed, count = dense_tensors(template), job_state(saved).trainers
     for rank in range(count):
         there = {name for name in below(saved.dense, f"replica.{rank}") if not _is_waiting(name)}
-        if there != {name for name in needed if not _is_waiting(name)}:
+        if there | {name for name in needed if is_buffer(name)} != {name for name in needed if not _is_waiting(name)}:
             raise CheckpointError(
                 f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
                 f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
             )
 
     def of_replica(rank: int, name: str) -> Tensor:
-        if _is_waiting(name) and f"replica.{rank}.{name}" not in saved.dense:
-            return torch.zeros(needed[name].numel())
+        if f"replica.{rank}.{name}" not in saved.dense:  # of what may be absent
+            return torch.zeros(needed[name].numel()) if _is_waiting(name) else needed[name].flatten()
         return saved.dense_tensor(f"replica.{rank}.{name}", needed[name].numel())
 
     def mean(name: str) -> Tensor:
@@ -241,14 +242,15 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
 
 
 def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
-    """Fills a replica with the parameters a finished job is evaluated with, and the buffers of the first trainer.
+    """Fills a replica with the parameters a finished job is evaluated with, and the buffers of the first trainer; one
+    that modules did not have when it was saved stays.
 
     `CheckpointError` if the checkpoint is of another model.
     """
     check_layout(saved, replica)
     replica.flat.copy_(saved.dense_tensor("final", len(replica.flat)))
     for name, tensor in dense_tensors(replica).items():
-        if is_buffer(name):
+        if is_buffer(name) and f"replica.0.{name}" in saved.dense:
             tensor.copy_(saved.dense_tensor(f"replica.0.{name}", tensor.numel()).view_as(tensor))
 
 

@@ -223,8 +223,8 @@ class Codec(ABC):
         return self
 
     def thresholds(self, state: Any) -> Tensor | None:
-        """The magnitudes `[G]`, by group, from which on elements cross after the message that left this state; None
-        where everything does."""
+        """The magnitudes `[G]`, by group, from which on elements crossed in the message that left this state; None
+        where everything did."""
         return None
 
     def restored(self, tensors: Mapping[str, Tensor]) -> Any:

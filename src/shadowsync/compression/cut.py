@@ -29,9 +29,10 @@ class CompressedCut(nn.Module):
 
     In eval mode what is below τ of the last training batch is zero too, as the layers behind have learnt from so few
     elements, and would take all of them for a far larger sum; a prediction hangs on its own sample alone, so that
-    values are not rounded, and τ and counts stay. τ is a buffer, in the `state_dict`; training again begins with an
-    exact choice. In training mode tensors are compressed under `torch.no_grad()` too. They may have any shape, and
-    batches any size. One module belongs to one thread.
+    values are not rounded, and τ and counts stay. τ is a buffer, in the `state_dict`; one from before it was saved is
+    loaded without it. A module that is loaded into begins training with an exact choice. In training mode tensors are
+    compressed under `torch.no_grad()` too. They may have any shape, and batches any size. One module belongs to one
+    thread.
 
     Args:
         codec: a codec by name: `threshold`, `int8`, `int4`, `bf16`, `plain`.
@@ -89,6 +90,11 @@ class CompressedCut(nn.Module):
             raise TypeError(f"{self.label} takes floating-point numbers, not {activations.dtype}")
         crossed: Tensor = _Cross.apply(activations, self)  # type: ignore[no-untyped-call]
         return crossed
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+        if self.tau is not None:
+            state_dict.setdefault(f"{prefix}tau", self.tau)
+        super()._load_from_state_dict(state_dict, prefix, *given)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"{self.codec}" + (f", groups={self.groups}" if self.groups else "")

@@ -22,6 +22,7 @@ from shadowsync.errors import ConfigError
 from shadowsync.registry import build, members
 from shadowsync.sync.all_reduce import LocalAverages
 from shadowsync.sync.bmuf import Bmuf
+from shadowsync.sync.ds_sync import DivideAndShuffle
 from shadowsync.sync.easgd import Easgd
 from shadowsync.sync.ma import ModelAveraging
 from shadowsync.sync.method import DeviceGroup, Group, State, SyncMethod
@@ -129,6 +130,28 @@ def test_what_workers_do_while_a_replica_on_another_device_is_averaged_is_kept(
     monkeypatch.setattr(group.averaging.strategy, "approach", meanwhile)
     cluster.sync_one(0)
     torch.testing.assert_close(cluster.weights[0], before + 1.0)
+
+
+@pytest.mark.parametrize("member", [ModelAveraging, Bmuf, DivideAndShuffle])
+def test_alpha_may_be_null_as_its_default_was_once(member: type[ModelAveraging]) -> None:
+    assert build(member, {"alpha": None}, "sync").alpha == member().alpha == 1.0
+
+
+@pytest.mark.parametrize("form", ["elastic", "sequential"])
+def test_what_workers_do_during_an_exchange_is_kept(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    still, moving = (Cluster(1, Easgd(alpha=0.3, form=form)) for _ in range(2))  # type: ignore[arg-type]
+    (group,) = moving.groups
+    exchange = getattr(group, form)
+
+    def meanwhile(weights: Tensor, alpha: float) -> Tensor:
+        answer: Tensor = exchange(weights, alpha)
+        moving.weights[0].add_(1.0)
+        return answer
+
+    monkeypatch.setattr(group, form, meanwhile)
+    for cluster in (still, moving):
+        cluster.sync_one(0)
+    torch.testing.assert_close(moving.weights[0], still.weights[0] + 1.0)
 
 
 @given(

@@ -53,8 +53,8 @@ class Groups(Meeting):
     """So many at a time: the one that has waited longest, with those whom it has not met for the longest time.
 
     The same ones meet no more than twice in a row, as long as another one may still come: ever again would part those
-    who come at the same time from all others, never again would have them wait. Where fewer are left than a group, all
-    of them meet.
+    who come at the same time from all others, never again would have them wait. A meeting that fails counts, too, so
+    that those who cannot reach each other try others. Where fewer are left than a group, all of them meet.
     """
 
     def __init__(self, size: int) -> None:

@@ -17,7 +17,8 @@ class Easgd(SyncMethod):
 
     `elastic`, the classical form, applies one difference to both sides: `d = α (w_i − w_PS); w_i −= d; w_PS += d`, so
     that `w_PS + Σ w_i` is conserved. `sequential` lets the replica see the new central copy:
-    `w_PS ← (1−α) w_PS + α w_i; w_i ← (1−α) w_i + α w_PS`. Which of them ShadowSync runs is not known to us.
+    `w_PS ← (1−α) w_PS + α u_i; w_i ← w_i + α (w_PS − u_i)`, with `u_i` the replica as it was sent; what workers do
+    during an exchange stays in both forms. Which of them ShadowSync runs is not known to us.
 
     Unlike in the EASGD paper, where the exchange is part of an SGD step, it happens beside the workers' steps. The
     default `α = 0.9 / trainers` is the start value of that paper's authors, but at most 0.5: with a single trainer
@@ -51,7 +52,8 @@ class Easgd(SyncMethod):
         if self.form == "elastic":
             weights.sub_(group.elastic(weights, self.alpha))
         else:
-            weights.lerp_(group.sequential(weights, self.alpha), self.alpha)
+            sent = weights.clone()
+            weights.add_((group.sequential(sent, self.alpha) - sent).mul_(self.alpha))
         return state
 
     def final(self, replicas: Sequence[Tensor], center: Tensor | None) -> Tensor:

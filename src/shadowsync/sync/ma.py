@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from shadowsync.sync.method import Group, State, SyncMethod
@@ -22,7 +22,11 @@ class ModelAveraging(SyncMethod):
     name: ClassVar[str] = "ma"
     collective: ClassVar[bool] = True
 
-    alpha: Annotated[float, Field(gt=0, le=1, description="step towards the common model; more pulls harder")] = 1.0
+    alpha: Annotated[
+        float,
+        Field(gt=0, le=1, description="step towards the common model; more pulls harder"),
+        BeforeValidator(lambda given: 1.0 if given is None else given),  # null was a default of before
+    ] = 1.0
 
     @property
     def takes_differences(self) -> bool:

@@ -132,6 +132,7 @@ def _of_dense() -> Iterator[Setting]:
     for keep in KEPT[:2]:
         for values in ("fp32", "int8", "int4"):
             yield "dense", f"threshold {keep:g}, {values}", codec("dense", "threshold", keep=keep, values=values)
+    yield "dense", "threshold 0.02, int8", codec("dense", "threshold", keep=0.02, values="int8")  # the documentation's
     yield "dense", "top-k 0.009, int8", codec("dense", "threshold", keep=0.009, values="int8", refresh=1)
     yield "dense", "DCT 0.009, no feedback", codec("dense", "threshold", keep=0.009, feedback=False, **PUBLISHED)
     once = {**PUBLISHED, "refresh": 1000}

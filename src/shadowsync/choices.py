@@ -55,7 +55,7 @@ class Aggregating:
 
     Attributes:
         size: gradients in a global batch, M.
-        rows_by_buffer: rows' gradients are divided by M, not by the batches that contain the row.
+        rows_by_buffer: rows' gradients are divided by a step's divisor, not by the batches that contain the row.
     """
 
     method: Aggregation

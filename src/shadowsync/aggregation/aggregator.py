@@ -28,7 +28,7 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class Commit:
-    """One global step: `g = Σ weight · gradient / divisor` for the dense part.
+    """One global step: `g = Σ weight · gradient / divisor`; for rows, too, or by `aggregation.rows`.
 
     A step whose weights are all 0 changes nothing: nobody runs the optimizer for it, whose momentum would move the
     parameters without a gradient. It counts all the same, so that k keeps up with the tokens.

@@ -25,7 +25,9 @@ class Gba(Aggregation):
     The buffer counts gradients, so a slow or lost worker holds nobody up. `divide_by=buffer` is the paper's M: a step
     with dropped gradients is shorter. `kept` divides by `Σ f`, which keeps its length. Also ours: a step all of whose
     gradients are too old leaves the optimizer alone (`Commit`), and at the end of the data a buffer that is partly
-    filled is a step too, divided by the number kept. The paper's ι is not known to us; the default is ours.
+    filled is a step too, divided by the number kept. For an id the paper takes the mean over the batches that contain
+    it, ours by default the sum divided as above (`aggregation.rows`). The paper's ι is not known to us; the default is
+    ours.
     """
 
     name: ClassVar[str] = "gba"

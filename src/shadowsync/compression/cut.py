@@ -94,7 +94,7 @@ class CompressedCut(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
         if self.tau is not None:
             state_dict.setdefault(f"{prefix}tau", self.tau)
-        super()._load_from_state_dict(state_dict, prefix, *given)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *given)
 
     def extra_repr(self) -> str:
         return f"{self.codec}" + (f", groups={self.groups}" if self.groups else "")

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import describe
 from namespaces import TestbedError
@@ -47,10 +49,17 @@ WIRES: Mapping[str, tuple[str, ...]] = {
 T = TypeVar("T")
 
 
+class _Kept(msgspec.Struct):
+    """A line of the file."""
+
+    cell: str
+    result: dict[str, Any]
+
+
 class Cells:
     """Results by name, a line of JSON each in a folder's `runs.jsonl`: what is there need not be run again.
 
-    One script at a time writes; of a name the last line counts, and a line that was cut is none.
+    One script at a time writes; of a name the last line counts, and a line that was cut, or is no record, is none.
 
     Args:
         folder: made if it is not there.
@@ -67,8 +76,9 @@ class Cells:
 
     def write(self, name: str, result: dict[str, Any]) -> None:
         """Keeps a result."""
+        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": name, "result": result}) + "\n")
+            file.write(("" if whole else "\n") + json.dumps({"cell": name, "result": result}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -90,10 +100,10 @@ class Cells:
 
     def _found(self) -> dict[str, dict[str, Any]]:
         found = {}
-        for line in self._path.read_text("utf-8").split("\n")[:-1] if self._path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                kept = json.loads(line)
-                found[kept["cell"]] = kept["result"]
+        for line in self._path.read_bytes().split(b"\n")[:-1] if self._path.exists() else ():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                kept = msgspec.json.decode(line, type=_Kept)
+                found[kept.cell] = kept.result
         return found
 
 

@@ -28,7 +28,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO, TypeVar
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 from clustered import Cells
@@ -36,6 +38,7 @@ from machine import commit
 
 from shadowsync.report.result import machine
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parent, HERE / "records"
 PAGE, IMAGES = ROOT / "docs" / "measurements.md", ROOT / "docs" / "img"
@@ -192,16 +195,19 @@ def folder_of(name: str) -> Path:
 
 def sessions_of(name: str) -> list[Session]:
     """In the order in which they were."""
-    return [Session(**line) for line in _lines(folder_of(name) / "sessions.jsonl")]
+    return _lines(folder_of(name) / "sessions.jsonl", Session)
 
 
 def vouchers_of(name: str) -> list[Voucher]:
     """In the order in which they were given."""
-    return [Voucher(**line) for line in _lines(folder_of(name) / "vouchers.jsonl")]
+    return _lines(folder_of(name) / "vouchers.jsonl", Voucher)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+def _lines(path: Path, kind: type[T]) -> list[T]:
+    try:
+        return msgspec.json.Decoder(kind).decode_lines(path.read_bytes()) if path.exists() else []
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        sys.exit(f"{path} has a line that is no {kind.__name__.lower()}: mend it, or take it out ({error})")
 
 
 def runs_of(name: str) -> int:
@@ -237,7 +243,7 @@ def run(name: str, until: float) -> int:
 def _run(name: str, until: float, sessions: TextIO) -> int:
     before, interrupted = runs_of(name), False
     told = commit(), str(machine()["processor"]), _today()
-    process = subprocess.Popen(command(name))
+    process = subprocess.Popen(command(name), pass_fds=[sessions.fileno()])  # with the lock, should it outlive this one
     try:
         status = process.wait(max(1.0, until - time.monotonic()))
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
@@ -375,6 +381,8 @@ def main() -> None:
     if arguments.part == "run":
         if unknown := set(arguments.names) - EXPERIMENTS.keys():
             parser.error(f"{', '.join(sorted(unknown))}: there are {', '.join(EXPERIMENTS)}")
+        if not arguments.minutes > 0:
+            parser.error("--minutes: a number above 0")
         until = time.monotonic() + 60 * min(arguments.minutes, 60 * 24 * 7)
         try:
             statuses = [run(name, until) for name in arguments.names or EXPERIMENTS if time.monotonic() < until]

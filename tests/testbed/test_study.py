@@ -107,6 +107,19 @@ def test_a_table_that_somebody_vouches_for_is_not_old_and_says_why(study: Module
         study.vouch("one", "to be sure")
 
 
+def test_what_was_cut_or_is_no_record_is_left_out_and_not_written_into(study: ModuleType, tmp_path: Path) -> None:
+    kept = study.Cells(tmp_path)
+    kept.write("a", {"auc": 0.5})
+    with (tmp_path / "runs.jsonl").open("ab") as file:
+        file.write(b'null\n{}\n[1]\n\xff\xfe\n{"cell": "\xff", "result": {}}\n{"cell": "b", "resu')
+    kept.write("c", {})
+    assert kept.all() == [{"auc": 0.5}, {}]
+    (tmp_path / "records" / "one").mkdir(parents=True)
+    (tmp_path / "records" / "one" / "sessions.jsonl").write_text('{"commit": "a", "proce')
+    with pytest.raises(SystemExit, match=r"sessions\.jsonl has a line that is no session: mend it, or take it out"):
+        list(study.stale())
+
+
 def test_of_two_at_once_one_is_refused(study: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "records" / "one").mkdir(parents=True)
     with (tmp_path / "records" / "one" / "sessions.jsonl").open("a") as held:

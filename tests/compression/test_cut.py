@@ -104,7 +104,10 @@ def test_a_model_that_was_saved_before_thresholds_were_is_loaded_without():
     model = nn.Sequential(nn.Linear(8, 64), CompressedCut(keep=0.2))
     saved = model.state_dict()
     del saved["1.tau"]
+    model(numbers((50, 8)))
+    assert model[1].tau > 0
     model.load_state_dict(saved)
+    assert model[1]._state is None
     assert "1.tau" not in saved
     assert model.eval()(inputs := numbers((50, 8))).equal(model[0](inputs))
 

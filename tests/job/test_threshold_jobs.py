@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shadowsync import CompressedCut, Job, Trained
 from shadowsync.compression.threshold import Threshold
-from shadowsync.errors import ConfigError
+from shadowsync.errors import CheckpointError, ConfigError
 from shadowsync.report.files import read_frames
 
 EVERYTHING = {"name": "threshold", "keep": 1.0}
@@ -337,6 +337,9 @@ def test_a_cut_predicts_under_the_mask_that_it_was_trained_with(tmp_path: Path, 
     assert trained.evaluate(data).ne == pytest.approx(result.test.ne, abs=1e-6)
     trained.module.cut.tau.zero_()
     assert trained.evaluate(data).ne != pytest.approx(result.test.ne, abs=1e-5)
+    uncut = Cut()
+    uncut.cut = nn.Identity()
+    fails(lambda: Trained(out, model=uncut), CheckpointError, "this model has no buffer cut.tau: configure")
 
 
 @pytest.mark.parametrize("method", [None, "gba"])
@@ -347,6 +350,13 @@ def test_runs_from_before_a_cut_saved_its_thresholds_are_read_and_go_on(tmp_path
     assert not trained.module.cut.tau.any()
     assert 0 < trained.evaluate(data).auc <= 1
     again = config_of_a_cut(data, method, data={"epochs": 2})
+    other = Cut()
+    other.register_buffer("scale", torch.ones(1))
+    for run in (
+        lambda: Trained(out, model=other),
+        lambda: Job(again, model=other, out=tmp_path / "o", resume=out).run(),
+    ):
+        fails(run, CheckpointError, "the checkpoint has no buffer scale: configure the model that the")
     for trainers in (2, 1):
         again["train"]["trainers"] = trainers
         rest = Job(again, model=Cut(), out=tmp_path / f"rest of {trainers}", resume=out).run()

@@ -179,8 +179,15 @@ def check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         raise DataError(f"an image with another {wrong} does not fit this role")
 
 
+def _later(replica: Replica) -> set[str]:
+    """Buffers that modules did not save in earlier versions, so that a checkpoint may lack them (`later_buffers`)."""
+    named = replica.module.named_modules(prefix=_BUFFER.rstrip("."))
+    return {f"{prefix}.{name}" for prefix, module in named for name in getattr(module, "later_buffers", ())}
+
+
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
-    """Raises `CheckpointError` naming the first parameter that differs between the checkpoint and this model."""
+    """Raises `CheckpointError` naming the first parameter or buffer that differs between the checkpoint and this model;
+    buffers may have another shape."""
     there, here = job_state(saved).layout, layout(replica)
     for name in {**there, **here}:
         if there.get(name) != here.get(name):
@@ -188,6 +195,13 @@ def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
                 f"{saved.name}: parameter {name} is {there.get(name, 'absent')} in the checkpoint and "
                 f"{here.get(name, 'absent')} in this model: configure the model that the checkpoint was trained with"
             )
+    had, has = {name for name in below(saved.dense, "replica.0") if is_buffer(name)}, buffers(replica).keys()
+    for name in sorted((had ^ has) - _later(replica)):
+        without = "this model" if name in had else "the checkpoint"
+        raise CheckpointError(
+            f"{saved.name}: {without} has no buffer {name.removeprefix(_BUFFER)}: configure the model that the "
+            "checkpoint was trained with"
+        )
 
 
 def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replica, trainers: int) -> DenseImage:
@@ -197,17 +211,17 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
     lost. Of another replica method than before each state is that at the start. Gradients that wait for a step are
-    lost where this job has each make one, and where that one had, none waits. A buffer that modules did not have when
-    it was saved is the template's.
+    lost where this job has each make one, and where that one had, none waits. A buffer that its
+    module did not save yet is the template's.
 
     `method` and `template`, a replica that is left as it is, are of the job that goes on. `CheckpointError` if the
     checkpoint is of another model or dense optimizer.
     """
     check_layout(saved, template)
-    needed, count = dense_tensors(template), job_state(saved).trainers
+    needed, count, later = dense_tensors(template), job_state(saved).trainers, _later(template)
     for rank in range(count):
         there = {name for name in below(saved.dense, f"replica.{rank}") if not _is_waiting(name)}
-        if there | {name for name in needed if is_buffer(name)} != {name for name in needed if not _is_waiting(name)}:
+        if there | later != {name for name in needed if not _is_waiting(name)} | later:
             raise CheckpointError(
                 f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
                 f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
@@ -219,7 +233,8 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
         return saved.dense_tensor(f"replica.{rank}.{name}", needed[name].numel())
 
     def mean(name: str) -> Tensor:
-        return torch.stack([of_replica(rank, name) for rank in range(count)]).double().mean(0)
+        each = torch.stack([of_replica(rank, name) for rank in range(count)])
+        return each.double().mean(0) if each.is_floating_point() else each[0]
 
     size = len(template.flat)
     consensus = saved.dense_tensor("center", size).clone() if "center" in saved.dense else mean("weight")
@@ -243,7 +258,7 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
 
 def restore_final(saved: LoadedCheckpoint, replica: Replica) -> None:
     """Fills a replica with the parameters a finished job is evaluated with, and the buffers of the first trainer; one
-    that modules did not have when it was saved stays.
+    that its module did not save yet stays.
 
     `CheckpointError` if the checkpoint is of another model.
     """

@@ -1,7 +1,7 @@
 """A cut through a model of one's own: what crosses it, forward and backward, passes a codec and is counted."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,9 @@ class CompressedCut(nn.Module):
     In eval mode what is below τ of the last training batch is zero too, as the layers behind have learnt from so few
     elements, and would take all of them for a far larger sum; a prediction hangs on its own sample alone, so that
     values are not rounded, and τ and counts stay. τ is a buffer, in the `state_dict`; one from before it was saved is
-    loaded without it. A module that is loaded into begins training with an exact choice. In training mode tensors are
-    compressed under `torch.no_grad()` too. They may have any shape, and batches any size. One module belongs to one
-    thread.
+    loaded as 0, nothing chosen. A module that is loaded into begins training with an exact choice. In training mode
+    tensors are compressed under `torch.no_grad()` too. They may have any shape, and batches any size. One module
+    belongs to one thread.
 
     Args:
         codec: a codec by name: `threshold`, `int8`, `int4`, `bf16`, `plain`.
@@ -45,12 +45,15 @@ class CompressedCut(nn.Module):
         forward_bytes, backward_bytes: sent so far in each direction.
         raw_bytes: what both would have been in fp32.
         kept_share: of the elements of the last batch that crossed.
+        later_buffers: that earlier versions did not save.
         tau: magnitude from which on elements pass in eval mode, 0 before any was chosen; `[C]` for C columns in groups,
             None for codecs without a mask.
 
     Raises:
         ConfigError: there is no such codec or option, or groups that it has no use for.
     """
+
+    later_buffers: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __init__(
         self, codec: str = "threshold", *, groups: Sequence[int] = (), label: str = "the cut", **options: Any
@@ -93,7 +96,9 @@ class CompressedCut(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
         if self.tau is not None:
-            state_dict.setdefault(f"{prefix}tau", self.tau)
+            none = torch.zeros_like(self.tau, device="cpu" if self.tau.is_meta else None)
+            state_dict.setdefault(f"{prefix}tau", none)
+        self._state = self._way_back = None
         super()._load_from_state_dict(state_dict, prefix, *given)
 
     def extra_repr(self) -> str:

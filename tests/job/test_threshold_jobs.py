@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,9 +338,12 @@ def test_a_cut_predicts_under_the_mask_that_it_was_trained_with(tmp_path: Path, 
     assert trained.evaluate(data).ne == pytest.approx(result.test.ne, abs=1e-6)
     trained.module.cut.tau.zero_()
     assert trained.evaluate(data).ne != pytest.approx(result.test.ne, abs=1e-5)
-    uncut = Cut()
-    uncut.cut = nn.Identity()
-    fails(lambda: Trained(out, model=uncut), CheckpointError, "this model has no buffer cut.tau: configure")
+    for other in (nn.Identity(), CompressedCut("int8")):
+        uncut = Cut()
+        uncut.cut = other
+        resumed = Job(config_of_a_cut(data, method), model=uncut, out=tmp_path / "other", resume=out)
+        for read in (partial(Trained, out, model=uncut), resumed.run):
+            fails(read, CheckpointError, "this model has no buffer cut.tau: configure the model that the")
 
 
 @pytest.mark.parametrize("method", [None, "gba"])

@@ -180,9 +180,11 @@ def check_image(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
 
 
 def _later(replica: Replica) -> set[str]:
-    """Buffers that modules did not save in earlier versions, so that a checkpoint may lack them (`later_buffers`)."""
+    """Those of `buffers` that modules did not save in earlier versions, so that a checkpoint may lack them
+    (`later_buffers`)."""
     named = replica.module.named_modules(prefix=_BUFFER.rstrip("."))
-    return {f"{prefix}.{name}" for prefix, module in named for name in getattr(module, "later_buffers", ())}
+    later = {f"{prefix}.{name}" for prefix, module in named for name in getattr(module, "later_buffers", ())}
+    return later & buffers(replica).keys()
 
 
 def check_layout(saved: LoadedCheckpoint, replica: Replica) -> None:
@@ -211,8 +213,8 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     one point: the central copy if there was one, else the mean replica, with the mean of the optimizers' states.
     What workers had not sent of their gradients is that of the worker of the same number; where there is none, it is
     lost. Of another replica method than before each state is that at the start. Gradients that wait for a step are
-    lost where this job has each make one, and where that one had, none waits. A buffer that its
-    module did not save yet is the template's.
+    lost where this job has each make one, and where that one had, none waits. A buffer that its module did not save
+    yet is the template's.
 
     `method` and `template`, a replica that is left as it is, are of the job that goes on. `CheckpointError` if the
     checkpoint is of another model or dense optimizer.
@@ -221,7 +223,7 @@ def restored_dense(saved: LoadedCheckpoint, method: SyncMethod, template: Replic
     needed, count, later = dense_tensors(template), job_state(saved).trainers, _later(template)
     for rank in range(count):
         there = {name for name in below(saved.dense, f"replica.{rank}") if not _is_waiting(name)}
-        if there | later != {name for name in needed if not _is_waiting(name)} | later:
+        if there | later != {name for name in needed if not _is_waiting(name)}:
             raise CheckpointError(
                 f"{saved.name} keeps {', '.join(sorted(there)) or 'nothing'} for each replica and this job needs "
                 f"{', '.join(sorted(needed))}: set train.optimizer to the one it was trained with"
